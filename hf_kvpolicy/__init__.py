@@ -1,0 +1,1 @@
+"""KV-cache policies for Hugging Face transformers."""
