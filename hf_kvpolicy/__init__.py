@@ -1,1 +1,70 @@
-"""KV-cache policies for Hugging Face transformers."""
+"""KV-cache policies for Hugging Face transformers: smaller caches that are correct, real and measured.
+
+    cache = hf_kvpolicy.SnapKVCache(model, budget=1024)
+    model.generate(**inputs, cache=cache)
+
+Importing registers the attention names `kvpolicy*` with transformers' public registries and does nothing else.
+"""
+
+from .attach import attach, attached_backend, detach
+from .attention import register as _register
+from .cache import PolicyCache
+from .config import PolicySpec, load_policy, make_cache
+from .engine import RunStatistics
+from .errors import (
+    BackendAdmissionError,
+    BudgetError,
+    CapacityError,
+    CheckpointAdmissionError,
+    ConfigError,
+    IntegrityError,
+    KVPolicyError,
+    ManifestError,
+    SelectionError,
+    StaleGenerationError,
+    UnsupportedModelError,
+)
+from .ledger import Ledger
+from .policies import FullCache, RandomCache, SlidingWindowCache, SnapKVCache, StreamingLLMCache
+from .registry import (
+    available_policies,
+    register_model_patch,
+    register_policy,
+    supported_model_types,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendAdmissionError",
+    "BudgetError",
+    "CapacityError",
+    "CheckpointAdmissionError",
+    "ConfigError",
+    "FullCache",
+    "IntegrityError",
+    "KVPolicyError",
+    "Ledger",
+    "ManifestError",
+    "PolicyCache",
+    "PolicySpec",
+    "RandomCache",
+    "RunStatistics",
+    "SelectionError",
+    "SlidingWindowCache",
+    "SnapKVCache",
+    "StaleGenerationError",
+    "StreamingLLMCache",
+    "UnsupportedModelError",
+    "attach",
+    "attached_backend",
+    "available_policies",
+    "detach",
+    "load_policy",
+    "make_cache",
+    "register_model_patch",
+    "register_policy",
+    "supported_model_types",
+]
+
+_register()

@@ -1,1 +1,7 @@
-"""Placeholder."""
+"""Storage: slots and what lies in them."""
+
+from .dense import DenseRows, growth_slots
+from .gather import gather_rows, pack_rows
+from .rowmap import RowMap
+
+__all__ = ["DenseRows", "RowMap", "gather_rows", "growth_slots", "pack_rows"]

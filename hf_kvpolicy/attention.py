@@ -1,0 +1,57 @@
+"""The registered attention function: hands a layer to the forward it belongs to, or to the stock function.
+
+`update` and this call are tied by a ContextVar and by the identity of the key tensor. A call that carries someone
+else's keys, layer or thread is refused instead of run on the wrong rows.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backends import BACKENDS, stock_attention
+from .compat import register_attention
+from .errors import IntegrityError
+from .frame import STEP
+from .masks import MaskRecord, make_mask
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Register our attention and mask functions with transformers (idempotent, nothing is replaced)."""
+    for name, backend in BACKENDS.items():
+        register_attention(name, partial(_attention, backend), partial(make_mask, backend))
+
+
+def _attention(
+    backend: str,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    step = STEP.get()
+    if step is None:
+        if isinstance(attention_mask, MaskRecord):
+            raise IntegrityError(
+                f"Layer {getattr(module, 'layer_idx', '?')} attends under a policy cache's mask, but that cache was not "
+                "updated in this thread just before. Run the whole forward in one thread, with one cache."
+            )
+        output: tuple[Tensor, Tensor | None] = stock_attention(backend, module)(
+            module, query, key, value, attention_mask, **kwargs
+        )
+        return output
+    STEP.set(None)
+    layer = getattr(module, "layer_idx", None)
+    if key is not step.keys or value is not step.values or layer != step.layer:
+        raise IntegrityError(
+            f"Layer {layer} attends with keys that are not the ones the policy cache returned for layer {step.layer}. "
+            "The model changes keys after the cache, or shares them across layers; this family is not supported."
+        )
+    return step.run.attend(backend, module, query, step, attention_mask, kwargs), None

@@ -1,0 +1,160 @@
+"""Which backend executes a view, and how a dense view is executed without expanding KV heads.
+
+Letters: B batch rows, Q query heads, S stored heads, G query heads per stored head, T queries, N rows, D head dimension,
+M mask heads (S or 1).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .compat import attention_function
+from .errors import BackendAdmissionError, UnsupportedModelError
+
+__all__ = ["BACKENDS", "attend_view", "backend_of", "grouped_attention", "registered_name", "stock_attention"]
+
+# Our registered name -> transformers' own name. No name may contain "flash": transformers would look for a kernel.
+BACKENDS = {
+    "kvpolicy": "sdpa",
+    "kvpolicy_eager": "eager",
+    "kvpolicy_fa2": "flash_attention_2",
+    "kvpolicy_fa3": "flash_attention_3",
+    "kvpolicy_flex": "flex_attention",
+}
+
+# Mask elements materialised at once when many queries attend over a compressed cache.
+_MASK_BLOCK_ELEMENTS = 1 << 23
+
+
+def registered_name(backend: str) -> str:
+    """Return our name for a backend of transformers.
+
+    Raises:
+        BackendAdmissionError: the backend is not one we can wrap.
+    """
+    for ours, theirs in BACKENDS.items():
+        if backend in (ours, theirs):
+            return ours
+    allowed = ", ".join(sorted(BACKENDS.values()))
+    raise BackendAdmissionError(
+        f"The attention implementation {backend!r} cannot be wrapped; the model must use one of: {allowed}. "
+        'Call attach(model, backend="sdpa"), or load the model with one of these.'
+    )
+
+
+def backend_of(implementation: str) -> str | None:
+    """Return transformers' name behind one of our registered names, or None for a name that is not ours."""
+    return BACKENDS.get(implementation)
+
+
+def stock_attention(backend: str, module: torch.nn.Module) -> Callable[..., Any]:
+    """Return transformers' own attention function; `eager` lives in the file of the model's family.
+
+    Raises:
+        UnsupportedModelError: the family has no eager function of its own.
+    """
+    found = attention_function(backend) if backend != "eager" else None
+    if found is None:
+        found = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if found is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has no {backend} attention function of its own; attach with backend='sdpa'."
+        )
+    return found
+
+
+def attend_view(
+    backend: str,
+    module: torch.nn.Module,
+    query_BQTD: Tensor,
+    keys_BSND: Tensor,
+    values_BSND: Tensor,
+    mask_BMTN: Tensor | None,
+    *,
+    scaling: float,
+    dropout: float,
+    extras: dict[str, Any],
+) -> Tensor:
+    """Attend over a dense view of unequal history; returns [B, T, Q, D].
+
+    `eager` runs the family's own function, flash runs where the view needs no mask, all else (and flash with a mask) is
+    exact grouped SDPA over the same rows: nothing is padded or densified.
+    """
+    _refuse_extras(extras)
+    if backend == "eager":
+        return _eager(module, query_BQTD, keys_BSND, values_BSND, mask_BMTN, scaling, dropout)
+    if backend.startswith("flash") and mask_BMTN is None and keys_BSND.shape[1] * _group(module) == query_BQTD.shape[1]:
+        attention = stock_attention(backend, module)
+        return attention(module, query_BQTD, keys_BSND, values_BSND, None, dropout=dropout, scaling=scaling)[0]
+    return grouped_attention(query_BQTD, keys_BSND, values_BSND, mask_BMTN, scaling=scaling, dropout=dropout)
+
+
+def grouped_attention(
+    query_BQTD: Tensor,
+    keys_BSND: Tensor,
+    values_BSND: Tensor,
+    mask_BMTN: Tensor | None,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Grouped-query SDPA with the queries of a group folded into rows; KV heads are never repeated. [B, T, Q, D]."""
+    batch, query_heads, tokens, dim = query_BQTD.shape
+    stored, rows = keys_BSND.shape[1], keys_BSND.shape[2]
+    group = query_heads // stored
+    block = tokens if mask_BMTN is None else max(1, _MASK_BLOCK_ELEMENTS // max(1, group * rows * mask_BMTN.shape[1]))
+    parts = []
+    for start in range(0, tokens, block):
+        query = query_BQTD[:, :, start : start + block]
+        width = query.shape[2]
+        mask = mask_BMTN
+        if mask is not None and mask.shape[2] > 1:
+            mask = mask[:, :, start : start + width].repeat(1, 1, group, 1)
+        folded = query.reshape(batch, stored, group * width, dim)
+        out = functional.scaled_dot_product_attention(
+            folded, keys_BSND, values_BSND, attn_mask=mask, dropout_p=dropout, scale=scaling
+        )
+        parts.append(out.view(batch, query_heads, width, -1))
+    output = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    return output.transpose(1, 2).contiguous()
+
+
+def _group(module: torch.nn.Module) -> int:
+    return int(getattr(module, "num_key_value_groups", 1))
+
+
+def _eager(
+    module: torch.nn.Module,
+    query_BQTD: Tensor,
+    keys_BSND: Tensor,
+    values_BSND: Tensor,
+    mask_BMTN: Tensor | None,
+    scaling: float,
+    dropout: float,
+) -> Tensor:
+    group = query_BQTD.shape[1] // keys_BSND.shape[1]
+    if group != _group(module):  # rows are owned by query heads, which the family's function does not know
+        return grouped_attention(query_BQTD, keys_BSND, values_BSND, mask_BMTN, scaling=scaling, dropout=dropout)
+    bias = None
+    if mask_BMTN is not None:
+        floor = torch.finfo(query_BQTD.dtype).min
+        bias = torch.zeros(mask_BMTN.shape, dtype=query_BQTD.dtype, device=query_BQTD.device)
+        bias = bias.masked_fill_(~mask_BMTN, floor)
+        bias = bias if bias.shape[1] == 1 else bias.repeat_interleave(group, dim=1)
+    attention = stock_attention("eager", module)
+    output: Tensor = attention(module, query_BQTD, keys_BSND, values_BSND, bias, scaling=scaling, dropout=dropout)[0]
+    return output
+
+
+def _refuse_extras(extras: dict[str, Any]) -> None:
+    for name in ("softcap", "s_aux", "position_bias"):
+        if extras.get(name) is not None:
+            raise BackendAdmissionError(
+                f"The model passes {name!r} to attention, which is not handled over a compressed cache yet."
+            )

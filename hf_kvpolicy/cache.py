@@ -1,0 +1,339 @@
+"""`PolicyCache`: a transformers cache that holds what its policy keeps."""
+
+from __future__ import annotations
+
+import uuid
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from .contract import KVPolicyState, KVVisibilityPolicyManifest, PackedKVViewReceipt
+from .engine import Composition, RunStatistics, Runtime
+from .errors import BackendAdmissionError, ConfigError, IntegrityError
+from .fingerprint import checkpoint_fingerprint
+from .frame import STEP, LayerStep, active_cache
+from .geometry import CacheGeometry, text_config
+from .layers import PolicyLayer
+from .ledger import Ledger, account
+from .positions import RotarySpec
+from .records import Identity, integrity_faults, manifest_of, positions_of, receipt_of, state_of
+from .registry import ModelPatch, model_patch
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["PolicyCache"]
+
+
+class PolicyCache(Cache):  # type: ignore[misc]
+    """Base of all policy caches. Pass it to `model(...)` or `model.generate(...)` like any transformers cache.
+
+    Lengths: `get_seq_length()` counts every column ever fed (pads included), never what is stored;
+    `stored_rows(layer)` counts what is stored.
+    """
+
+    def __init__(self, model_or_config: PreTrainedModel | PreTrainedConfig, composition: Composition) -> None:
+        """Make an empty cache; given a model, attach it too.
+
+        Raises:
+            UnsupportedModelError: the family is not supported, or not with these positions.
+            ConfigError: neither a model nor a config was given.
+        """
+        model, config = _model_and_config(model_or_config)
+        self._patch: ModelPatch = model_patch(config)
+        self._geometry = CacheGeometry.from_config(config)
+        self._decoder: weakref.ref[torch.nn.Module] | None = None
+        self._rotary: RotarySpec | None = None
+        self._identity = Identity(request_id=uuid.uuid4().hex)
+        self._manifest: KVVisibilityPolicyManifest | None = None
+        self._runtime = Runtime(
+            composition, self._geometry, rotary=self._rotary_spec, element_bytes=self._element_bytes
+        )
+        super().__init__(layers=[PolicyLayer(self, layer) for layer in range(self._geometry.num_layers)])
+        if model is not None:
+            from .attach import attach, unwrap
+
+            attach(model)
+            self._bind(self._patch.decoder(unwrap(model)))
+
+    # -- what transformers calls --------------------------------------------------------------------------------------
+
+    def begin_forward(self, decoder: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
+        """Open a forward; called by the hook that `attach` installs."""
+        bound = None if self._decoder is None else self._decoder()
+        if bound is None:
+            self._check_geometry(decoder)
+            self._bind(decoder)
+        elif bound is not decoder:
+            raise ConfigError(
+                f"This cache belongs to another {type(bound).__name__}; rows of one model mean nothing to another. "
+                "Make a cache for this model."
+            )
+        self._runtime.begin(decoder, arguments)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take a layer's new rows and return the view its attention reads (called by the model)."""
+        if torch.compiler.is_compiling():
+            raise BackendAdmissionError(
+                "A policy cache cannot be used inside torch.compile yet; run the model eagerly."
+            )
+        step = self._runtime.step
+        if step is None or active_cache() is not self:
+            raise ConfigError(
+                "This model was not made ready for policy caches, so the cache would run without its attention step. "
+                "Call hf_kvpolicy.attach(model) once (making the cache from the model does it), and call the whole model "
+                "rather than single layers."
+            )
+        keys, values = step.update(layer_idx, key_states, value_states)
+        STEP.set(LayerStep(step, layer_idx, keys, values))
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the columns ever fed, pads and waiting tokens included."""
+        return self._runtime.columns
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return (columns after this forward, 0)."""
+        return self._runtime.columns + int(query_length), 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return -1: any number of tokens may be fed."""
+        return -1
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: shapes are not static."""
+        return False
+
+    @property
+    def batch_size(self) -> int:
+        """Batch rows held, or -1 before the first forward."""
+        return self._runtime.snapshot.batch_size or -1
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether a token was ever fed."""
+        return self._runtime.columns > 0
+
+    def reset(self) -> None:
+        """Forget everything; the cache then serves a new request."""
+        self._runtime.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` tokens; 0 accepts everything that waits.
+
+        Raises:
+            ConfigError: the number is positive, or larger than what was fed.
+            StaleGenerationError: rows were dropped since; the message names `activate_past_recording()`.
+        """
+        if tokens_to_remove > 0:
+            raise ConfigError(
+                f"crop({tokens_to_remove}) is ambiguous; give the number of tokens to remove as a negative number."
+            )
+        self._runtime.crop(-int(tokens_to_remove))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder batch rows (beam search); scores, maps, counters and waiting tokens move along."""
+        self._runtime.batch(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every batch row `repeats` times in place."""
+        self._runtime.batch([row for row in range(self._rows_held) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these batch rows, in this order (a bool mask works too)."""
+        rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
+        self._runtime.batch(rows.tolist())
+
+    def activate_past_recording(self) -> None:
+        """Let finished forwards wait: `crop(-r)` then accepts all but the last r tokens, exactly."""
+        self.set_recording(True)
+
+    def set_recording(self, on: bool) -> None:
+        """Turn past recording on, or off (which accepts what waits)."""
+        self._runtime.set_recording(on)
+
+    def is_recording_past(self, layer_idx: int = 0) -> bool:
+        """Whether finished forwards wait for acceptance."""
+        return self._runtime.recording
+
+    # -- what a user asks ---------------------------------------------------------------------------------------------
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that hold rows."""
+        return self._geometry.num_layers
+
+    @property
+    def geometry(self) -> CacheGeometry:
+        """The attention shapes this cache was made for."""
+        return self._geometry
+
+    @property
+    def composition(self) -> Composition:
+        """The axes this policy is made of."""
+        return self._runtime.composition
+
+    @property
+    def statistics(self) -> RunStatistics:
+        """What the cache has done since it was made or reset."""
+        return self._runtime.statistics
+
+    def positions(self, layer: int, batch: int = 0) -> list[Tensor]:
+        """Return, per KV head, the ascending token positions of the rows one layer holds for one batch row.
+
+        Raises:
+            ConfigError: no such layer or batch row.
+        """
+        self._check_index(layer, batch)
+        return positions_of(self._runtime, layer, batch)
+
+    def stored_rows(self, layer: int) -> Tensor:
+        """Return how many rows each owner of a layer holds, int64 [B, H_kv] (H_q columns for owner='query_head')."""
+        self._check_index(layer, 0)
+        snapshot = self._runtime.snapshot
+        return torch.tensor(snapshot.counts)[:, None].repeat(1, self._stored_heads)
+
+    def stored_view(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return (keys, values) of a layer's published slots, [B, S, W, D], dead slots included; None before any."""
+        snapshot = self._runtime.snapshot
+        if not snapshot.rows:
+            return None, None
+        rows = snapshot.rows[layer]
+        return rows.keys_BSCD[:, :, : snapshot.width], rows.values_BSCD[:, :, : snapshot.width]
+
+    @property
+    def manifest(self) -> KVVisibilityPolicyManifest:
+        """The immutable meaning of this cache's policy on this model."""
+        if self._manifest is None:
+            dtype = self._dtype()
+            self._manifest = manifest_of(
+                self.composition, self._geometry, self._patch.key_stage, dtype, self._checkpoint_fingerprint
+            )
+        return self._manifest
+
+    @property
+    def state(self) -> KVPolicyState:
+        """What is published now; its positions can be read while this generation is current."""
+        return state_of(self._runtime, self.manifest, self._identity)
+
+    @property
+    def receipt(self) -> PackedKVViewReceipt:
+        """The receipt of the last publication."""
+        return receipt_of(self._runtime, self.manifest, self._identity)
+
+    def ledger(self) -> Ledger:
+        """Return what the cache holds, byte for byte: by formula, and measured from tensor storages."""
+        return account(self._runtime)
+
+    def check_integrity(self) -> None:
+        """Verify stored state against itself and the byte ledger.
+
+        Raises:
+            IntegrityError: with every fault found.
+        """
+        faults = [*integrity_faults(self._runtime), *self.ledger().faults()]
+        if faults:
+            raise IntegrityError("The cache contradicts itself: " + "; ".join(faults))
+
+    # -- life cycle ---------------------------------------------------------------------------------------------------
+
+    def rollback(self) -> None:
+        """Drop the candidates of a forward that did not finish; what is published stays."""
+        self._runtime.rollback()
+
+    def finish_prefill(self) -> None:
+        """End a prompt fed in chunks (chunked_prefill='hold'): select now."""
+        self._runtime.finish_prefill()
+
+    def fork(self) -> Self:
+        """Return an independent cache with the same content; neither sees what the other does next."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin._identity = Identity(request_id=uuid.uuid4().hex)
+        twin._runtime = self._runtime.fork(rotary=twin._rotary_spec, element_bytes=twin._element_bytes)
+        twin.layers = [PolicyLayer(twin, layer) for layer in range(self._geometry.num_layers)]
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Deep copies are forks; the model is not copied."""
+        return self.fork()
+
+    def __repr__(self) -> str:
+        """Name the policy, the budget and what is held."""
+        held = self._runtime.snapshot.counts
+        budget = "none" if self.composition.budget is None else self.composition.budget.declared
+        return f"{type(self).__name__}(budget={budget}, columns={self._runtime.columns}, rows_per_owner={held})"
+
+    # -- internals ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _rows_held(self) -> int:
+        waiting = self._runtime.waiting
+        return (self._runtime.snapshot if waiting is None else waiting.snapshot).batch_size
+
+    @property
+    def _stored_heads(self) -> int:
+        by_query = self.composition.owner == "query_head"
+        return self._geometry.num_query_heads if by_query else self._geometry.num_kv_heads
+
+    def _bind(self, decoder: torch.nn.Module) -> None:
+        self._decoder = weakref.ref(decoder)
+        if self.composition.positions == "cache_local":
+            self._rotary = self._patch.rotary(decoder)
+
+    def _check_geometry(self, decoder: PreTrainedModel) -> None:
+        found = CacheGeometry.from_config(decoder.config)
+        if found != self._geometry:
+            raise ConfigError(
+                f"This cache was made for {self._geometry}, but the model has {found}. Make the cache from this model."
+            )
+
+    def _check_index(self, layer: int, batch: int) -> None:
+        rows = max(1, self._runtime.snapshot.batch_size)
+        if not 0 <= layer < self.num_layers or not 0 <= batch < rows:
+            raise ConfigError(
+                f"Layer {layer}, batch row {batch} was asked for; this cache has layers 0..{self.num_layers - 1} and batch "
+                f"rows 0..{rows - 1}."
+            )
+
+    def _rotary_spec(self) -> RotarySpec:
+        assert self._rotary is not None, "cache-local caches are bound to a model before they run"
+        return self._rotary
+
+    def _dtype(self) -> torch.dtype:
+        rows = self._runtime.snapshot.rows
+        decoder = None if self._decoder is None else self._decoder()
+        if rows:
+            return rows[0].keys_BSCD.dtype
+        if decoder is None:
+            raise ConfigError(
+                "The manifest names the dtype of rows, which a cache made from a config learns at its first use."
+            )
+        return next(decoder.parameters()).dtype
+
+    def _element_bytes(self) -> int:
+        return self._dtype().itemsize
+
+    def _checkpoint_fingerprint(self) -> str:
+        decoder = None if self._decoder is None else self._decoder()
+        return checkpoint_fingerprint(decoder)
+
+
+def _model_and_config(given: Any) -> tuple[Any, Any]:
+    if isinstance(given, PreTrainedConfig):
+        config = given
+        return None, config if getattr(config, "is_encoder_decoder", False) else text_config(config)
+    if isinstance(given, torch.nn.Module):
+        from .attach import unwrap
+
+        config = unwrap(given).config
+        return given, config if getattr(config, "is_encoder_decoder", False) else text_config(config)
+    raise ConfigError(f"A policy cache is made from a transformers model or config; got {type(given).__name__}.")

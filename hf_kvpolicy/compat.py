@@ -1,0 +1,75 @@
+"""The only module that knows transformers versions. Supported: 5.17 up to the newest release."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+__all__ = [
+    "CACHE_NAMES",
+    "attention_function",
+    "cache_argument",
+    "cache_of_call",
+    "is_plain_causal",
+    "mask_function",
+    "register_attention",
+    "set_implementation",
+]
+
+# Keyword of the cache in forward and generate: `cache` from 5.23 on, `past_key_values` before.
+CACHE_NAMES = ("cache", "past_key_values")
+
+
+@lru_cache(maxsize=1)
+def cache_argument() -> str:
+    """Return the keyword under which this transformers release passes a cache to `forward` and `generate`."""
+    from transformers import GenerationMixin
+
+    names = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    return "cache" if "cache" in names else "past_key_values"
+
+
+def cache_of_call(arguments: Mapping[str, Any]) -> Any:
+    """Return the cache among a forward call's arguments, whichever name carries it, or None."""
+    for name in CACHE_NAMES:
+        if arguments.get(name) is not None:
+            return arguments[name]
+    return None
+
+
+def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """Register an attention function and its mask function under our own name (idempotent)."""
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+
+
+def attention_function(name: str) -> Callable[..., Any] | None:
+    """Return transformers' own attention function of that name; None for `eager`, which lives in each model's file."""
+    found: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(name)
+    return found
+
+
+def mask_function(name: str) -> Callable[..., Any]:
+    """Return transformers' own mask function of that name."""
+    found: Callable[..., Any] = AttentionMaskInterface()[name]
+    return found
+
+
+def set_implementation(model: PreTrainedModel, name: str) -> bool:
+    """Ask the model to use an attention implementation; return whether it really took it.
+
+    Some families only log and keep their own, so the config is read back.
+    """
+    model.set_attn_implementation(name)
+    return bool(model.config._attn_implementation == name)
+
+
+def is_plain_causal(function: Callable[..., Any]) -> bool:
+    """Whether a mask function is the unmodified causal one."""
+    return function is causal_mask_function

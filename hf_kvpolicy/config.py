@@ -1,0 +1,91 @@
+"""Policies by name and from YAML. Unknown keys fail with a suggestion."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .cache import PolicyCache
+from .errors import ConfigError, did_you_mean
+from .policies.base import BudgetLike, ModelOrConfig
+from .registry import policy_class
+
+__all__ = ["PolicySpec", "load_policy", "make_cache", "policy_options"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySpec:
+    """A policy with its options, not yet bound to a model."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self, model_or_config: ModelOrConfig) -> PolicyCache:
+        """Make an empty cache of this policy for a model (attaching it) or a config."""
+        cache: PolicyCache = policy_class(self.name)(model_or_config, **self.options)
+        return cache
+
+
+def policy_options(name: str) -> tuple[str, ...]:
+    """Return the option names of a policy's constructor."""
+    parameters = inspect.signature(policy_class(name)).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
+
+
+def make_cache(
+    name: str, model_or_config: ModelOrConfig, budget: BudgetLike | None = None, **options: Any
+) -> PolicyCache:
+    """Make an empty cache of a policy by name.
+
+    Raises:
+        ConfigError: no such policy, or an option it does not have (the message suggests the closest).
+    """
+    given = dict(options) if budget is None else {"budget": budget, **options}
+    return _spec(name, given).build(model_or_config)
+
+
+def load_policy(source: str | Path | Mapping[str, Any]) -> PolicySpec:
+    """Read a policy from a YAML file or a mapping: `policy: NAME` and its options beside it.
+
+    Raises:
+        ConfigError: the file cannot be read, `policy` is missing, or a key is unknown.
+    """
+    data = _read(source)
+    if not isinstance(data, Mapping) or not isinstance(data.get("policy"), str):
+        raise ConfigError(
+            f"A policy file is a mapping with `policy: NAME` and its options, for example `policy: snapkv`, `budget: 1024`; "
+            f"got {data!r}."
+        )
+    return _spec(data["policy"], {str(key): value for key, value in data.items() if key != "policy"})
+
+
+def _spec(name: str, options: dict[str, Any]) -> PolicySpec:
+    allowed = policy_options(name)
+    for key in options:
+        if key not in allowed:
+            raise ConfigError(
+                f"The policy {name!r} has no option {key!r}; it has {', '.join(allowed) or 'none'}."
+                f"{did_you_mean(key, allowed)}"
+            )
+    parameters = inspect.signature(policy_class(name)).parameters
+    missing = [key for key in allowed if parameters[key].default is inspect.Parameter.empty and key not in options]
+    if missing:
+        raise ConfigError(f"The policy {name!r} needs {', '.join(missing)}; give for example budget=1024.")
+    return PolicySpec(name=name, options=options)
+
+
+def _read(source: str | Path | Mapping[str, Any]) -> Any:
+    if isinstance(source, Mapping):
+        return source
+    import yaml
+
+    path = Path(source)
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"The policy file {str(path)!r} cannot be read: {error}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"The policy file {str(path)!r} is not valid YAML: {error}") from error

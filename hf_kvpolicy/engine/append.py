@@ -1,0 +1,90 @@
+"""A forward that drops nothing: rows go into spare slots behind the published ones.
+
+Used by decode after a prompt selection, by the full cache, by held chunks and while past recording is on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from ..contract import Phase
+from ..frame import LayerStep
+from ..masks import MaskRecord
+from ..storage import DenseRows, RowMap, growth_slots
+from .queries import QueryWindow, held, hold_window
+from .snapshot import OpenSegment, Snapshot
+from .step import Step
+
+__all__ = ["AppendStep"]
+
+
+class AppendStep(Step):
+    """Appends rows to the tail; may keep a segment open whose selection comes later."""
+
+    # Queries to hold for the selection that comes later; None when none will come.
+    holds_queries: int | None = None
+    _window: QueryWindow | None = None
+
+    def hold(self, queries: int) -> None:
+        """Keep this segment open: hold its last queries (and the rule they see by) for a later selection."""
+        self.holds_queries = queries
+        self._queries: dict[int, Tensor] = {}
+        before = self.snapshot.open_segment
+        if queries:
+            first = self.snapshot.frontier.columns
+            self._window = hold_window(None if before is None else before.window, self.inputs, first, queries)
+        self._segment = before
+
+    def append(self, layer: int, keys_BHTD: Tensor, values_BHTD: Tensor) -> tuple[Tensor, Tensor]:
+        used, length = self.snapshot.width, self.inputs.length
+        keys, values = self.stored(keys_BHTD), self.stored(values_BHTD)
+        rows = self._buffers(layer, keys, values)
+        rows.write(used, keys, values)
+        self.place_pinned(rows)
+        self.rows[layer] = rows
+        if not used:
+            return keys_BHTD, values_BHTD
+        return rows.keys_BSCD[:, :, : used + length], rows.values_BSCD[:, :, : used + length]
+
+    def attended(self, layer: int, query_BQTD: Tensor, step: LayerStep, record: MaskRecord, scaling: float) -> None:
+        if self.holds_queries is not None:
+            before = self.snapshot.open_segment
+            if self._window is not None:
+                old = before.queries_BQWD[layer] if before is not None and before.queries_BQWD else None
+                self._queries[layer] = held(old, query_BQTD, self._window)
+            if self._segment is None:
+                start = self.snapshot.frontier.columns
+                self._segment = OpenSegment(start_column=start, rule=record.rule_only(), scaling=scaling)
+        if not self.snapshot.width or self.rows[layer] is not self.snapshot.rows[layer]:
+            self.note_transient(0)
+        self.transaction.enter_through(layer, Phase.PACK)
+
+    def successor(self) -> Snapshot:
+        old, layers = self.snapshot, self.runtime.geometry.num_layers
+        new = self.new_map()
+        tail = new if old.tail is None else old.tail.then(new)
+        segment = old.open_segment
+        if self.holds_queries is not None and self._segment is not None:
+            queries = tuple(self._queries[i] for i in range(layers)) if self._window is not None else ()
+            segment = replace(self._segment, queries_BQWD=queries, window=self._window)
+        tail_before = old.tail_counts or (0,) * self.inputs.batch
+        return replace(
+            old,
+            generations=self.transaction.successor,
+            frontier=self.inputs.frontier_after,
+            rows=tuple(self.rows[i] for i in range(layers)),
+            maps=old.maps or (RowMap.empty(self.inputs.batch, self.inputs.device),),
+            tail=tail,
+            counts=self.candidate_counts,
+            tail_counts=tuple(a + b for a, b in zip(tail_before, self.inputs.new_tokens, strict=True)),
+            open_segment=segment,
+            last_was_segment=self.inputs.length > 1,
+        )
+
+    def _buffers(self, layer: int, keys: Tensor, values: Tensor) -> DenseRows:
+        used, length = self.snapshot.width, self.inputs.length
+        if not self.snapshot.rows:
+            return DenseRows.allocate(keys, values, growth_slots(length))
+        return self.snapshot.rows[layer].grown(used, used + length)

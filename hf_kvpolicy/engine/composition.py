@@ -1,0 +1,116 @@
+"""A method as a composition of axes; what a policy's constructor builds and the engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..allocation import Budget
+from ..errors import BudgetError, ConfigError, ManifestError, did_you_mean
+from ..evidence import GROUPS, Evidence
+from ..representation import ORIGINAL_ROWS, RowRepresentation
+from ..selection import UNITS
+
+__all__ = ["Composition", "Schedule"]
+
+Schedule = Literal["never", "every_step", "end_of_prefill"]
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "unit": UNITS,
+    "owner": ("kv_head", "query_head"),
+    "group": GROUPS,
+    "positions": ("original", "cache_local"),
+    "on_append": ("recompress", "append"),
+    "chunked_prefill": (None, "hold", "bounded"),
+    "fallback": (None, "full"),
+    "variant": ("paper", "reference"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composition:
+    """evidence x allocation x selection x representation x positions x schedule of one cache."""
+
+    policy: str
+    schedule: Schedule
+    evidence: Evidence
+    # None only for a policy that keeps everything.
+    budget: Budget | None = None
+    # Protected rows: the first tokens, the newest tokens of every selection, and explicit token positions.
+    sinks: int = 0
+    window_rows: int = 0
+    protect: tuple[int, ...] = ()
+    unit: str = "head"
+    owner: str = "kv_head"
+    group: str = "mean"
+    positions: str = "original"
+    on_append: str = "recompress"
+    chunked_prefill: str | None = None
+    fallback: str | None = None
+    variant: str = "paper"
+    representation: RowRepresentation = ORIGINAL_ROWS
+    # The constructor's options as given, for the manifest and YAML.
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Reject options that no run could honour.
+
+        Raises:
+            ConfigError: an option is outside its closed set, or a count is negative.
+            BudgetError: protected rows leave no row to choose, or a ratio meets bounded chunks.
+            ManifestError: the combination is a contract that cannot exist.
+        """
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                words = [word for word in allowed if word is not None]
+                hint = did_you_mean(str(value), words)
+                raise ConfigError(f"{self.policy}: {name}={value!r} is unknown; allowed are {allowed}.{hint}")
+        if self.sinks < 0 or self.window_rows < 0 or any(token < 0 for token in self.protect):
+            raise ConfigError(f"{self.policy}: sinks, window and protected token positions cannot be negative.")
+        if self.owner == "query_head" and self.unit != "head":
+            raise ManifestError(
+                f"{self.policy}: owner='query_head' gives every query head rows of its own, but unit={self.unit!r} shares "
+                "one set. Use unit='head', or owner='kv_head'."
+            )
+        if self.budget is not None and self.budget.kind == "rows":
+            self.check_rows(int(self.budget.value))
+        if self.budget is not None and self.budget.kind == "ratio" and self.chunked_prefill == "bounded":
+            raise BudgetError(
+                f"{self.policy}: a ratio budget needs the whole prompt, but chunked_prefill='bounded' must hold it before "
+                "the prompt has ended. Give rows or bytes, or chunked_prefill='hold'."
+            )
+
+    @property
+    def minimum_rows(self) -> int:
+        """Fewest rows that leave one row to choose after the protected ones."""
+        return self.window_rows + self.sinks + len(set(self.protect) - set(range(self.sinks))) + 1
+
+    @property
+    def pinned_tokens(self) -> tuple[int, ...]:
+        """Token positions that are protected for ever, ascending."""
+        return tuple(sorted(set(range(self.sinks)) | set(self.protect)))
+
+    @property
+    def is_positional(self) -> bool:
+        """Whether rows are chosen by position alone, so that one set serves every layer and head."""
+        return not self.evidence.differs_by_layer
+
+    @property
+    def decides_after_all_layers(self) -> bool:
+        """Whether a selection must wait for the last layer."""
+        return self.unit == "token" and not self.is_positional
+
+    def check_rows(self, rows: int) -> None:
+        """Reject a row budget that protected rows fill.
+
+        Raises:
+            BudgetError: nothing is left to choose.
+        """
+        if rows < self.minimum_rows:
+            raise BudgetError(
+                f"{self.policy}: a budget of {rows} rows does not leave a row to choose: the window takes "
+                f"{self.window_rows} and protected positions take {self.minimum_rows - 1 - self.window_rows}. "
+                f"Give a budget of at least {self.minimum_rows} rows, or protect fewer."
+            )

@@ -1,0 +1,39 @@
+"""Taking back the last columns of a snapshot in which nothing was dropped since."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .snapshot import Frontier, Snapshot
+
+__all__ = ["cropped"]
+
+
+def cropped(snapshot: Snapshot, removed: int) -> Snapshot:
+    """Return the snapshot as if its last `removed` columns had never been fed.
+
+    The caller makes sure that no row was dropped at or after the first removed column. Buffers are shared: slots whose
+    rows are gone are simply dead.
+    """
+    if not removed:
+        return snapshot
+    frontier = snapshot.frontier.cropped(removed)
+    if not frontier.columns:
+        return Snapshot(generations=snapshot.generations, frontier=Frontier(), budget_rows=None)
+    lost = [a - b for a, b in zip(snapshot.frontier.tokens, frontier.tokens, strict=True)]
+    tail, maps = snapshot.tail, snapshot.maps
+    from_tail = 0 if tail is None else min(removed, tail.width)
+    if tail is not None and from_tail:
+        tail = tail.first(tail.width - from_tail)
+    if removed > from_tail:
+        maps = tuple(part.before_column(frontier.columns) for part in maps)
+    segment = snapshot.open_segment
+    return replace(
+        snapshot,
+        frontier=frontier,
+        maps=maps,
+        tail=tail,
+        counts=tuple(count - gone for count, gone in zip(snapshot.counts, lost, strict=True)),
+        tail_counts=tuple(max(0, n - gone) for n, gone in zip(snapshot.tail_counts, lost, strict=True)),
+        open_segment=None if segment is None else segment.cropped(frontier.columns),
+    )

@@ -1,0 +1,262 @@
+"""Score, protect, select and pack: from a layer's candidates to the rows that stay.
+
+Letters: B batch rows, M map heads, S stored heads, N candidate rows, K kept rows, W observed queries, P pinned rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..contract import Phase, Transaction
+from ..errors import SelectionError
+from ..evidence import LayerObservation
+from ..geometry import CacheGeometry
+from ..selection import Kept, keep_best, kept_index, reduce_heads
+from ..storage import DenseRows, RowMap, growth_slots, pack_rows
+from .composition import Composition
+
+__all__ = ["Candidates", "Decider", "Observed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Candidates:
+    """The rows of one layer among which is chosen."""
+
+    keys_BSND: Tensor
+    values_BSND: Tensor
+    map: RowMap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Observed:
+    """The last queries of a segment in one layer, and how they see the candidates."""
+
+    queries_BQWD: Tensor | None
+    real_BW: Tensor | None
+    visibility: Callable[[], Tensor | None]
+    scaling: float
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    layer: int
+    candidates: Candidates
+
+
+class Decider:
+    """One selection over all layers: decides per layer, or after the last one for `unit="token"`."""
+
+    def __init__(
+        self,
+        composition: Composition,
+        geometry: CacheGeometry,
+        transaction: Transaction,
+        *,
+        counts: Sequence[int],
+        budget_rows: Sequence[int],
+        newest_tokens: Sequence[int],
+        justified: bool,
+    ) -> None:
+        """Open a selection.
+
+        Args:
+            counts: candidate rows per owner, for each batch row.
+            budget_rows: rows each owner may keep, for each batch row.
+            newest_tokens: real tokens of each batch row, so that the window's rows are known.
+            justified: candidates come in ascending token order with dead slots, if any, first.
+        """
+        self.kept_counts = tuple(min(count, budget) for count, budget in zip(counts, budget_rows, strict=True))
+        self.drops_rows = self.kept_counts != tuple(counts)
+        self._composition, self._geometry, self._transaction = composition, geometry, transaction
+        self._budget_rows, self._newest, self._justified = budget_rows, newest_tokens, justified
+        self._shared: Kept | None = None
+        self._shared_map: RowMap | None = None
+        self._waiting: list[_Waiting] = []
+        self._votes: Tensor | None = None
+        self.rows: dict[int, DenseRows] = {}
+        self.maps: dict[int, RowMap] = {}
+        self.workspace_bytes = 0
+        self._finite: list[Tensor] = []
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of candidates held until the last layer is seen."""
+        return sum(_bytes(w.candidates.keys_BSND, w.candidates.values_BSND) for w in self._waiting)
+
+    def observe(self, layer: int, candidates: Candidates, seen: Observed) -> None:
+        """Score one layer and, unless its unit spans layers, choose and pack its rows."""
+        policy, enter = self._composition, self._transaction.enter
+        enter(layer, Phase.SCORE)
+        if policy.is_positional:
+            if self._shared is None:
+                self._shared = self._choose(candidates.map, self._score(layer, candidates, seen))
+            self._pack(layer, candidates, self._shared, shared=True)
+        elif policy.decides_after_all_layers:
+            self._waiting.append(_Waiting(layer, candidates))
+            if self.drops_rows:
+                votes = self._score(layer, candidates, seen)
+                self._votes = votes if self._votes is None else self._votes.to(votes.device) + votes
+        else:
+            votes_or_none = self._score(layer, candidates, seen) if self.drops_rows else None
+            self._pack(layer, candidates, self._choose(candidates.map, votes_or_none), shared=False)
+
+    def finish(self, num_layers: int) -> tuple[tuple[DenseRows, ...], tuple[RowMap, ...]]:
+        """Complete the selection and return all layers' buffers and maps (one map where all share it).
+
+        Raises:
+            SelectionError: a score is not finite; the model's activations are broken.
+        """
+        if self._waiting:
+            votes = None if self._votes is None else self._votes / num_layers
+            kept = self._choose(self._waiting[0].candidates.map, votes)
+            for waiting in self._waiting:
+                self._pack(waiting.layer, waiting.candidates, kept, shared=True)
+            self._waiting.clear()
+        if any(not bool(flag) for flag in self._finite):
+            raise SelectionError(
+                "A score is not finite: attention produced NaN or infinity, so no row can be chosen. Check the model's "
+                "dtype (fp16 overflow) and inputs; the cache still holds the state before this forward."
+            )
+        maps = (self._shared_map,) if self._shared_map is not None else tuple(self.maps[i] for i in range(num_layers))
+        return tuple(self.rows[i] for i in range(num_layers)), maps
+
+    # -- score ------------------------------------------------------------------------------------------------------
+
+    def _score(self, layer: int, candidates: Candidates, seen: Observed) -> Tensor:
+        policy = self._composition
+        heads = self._geometry.num_query_heads if policy.owner == "query_head" else self._geometry.num_kv_heads
+        observation = LayerObservation(
+            layer=layer,
+            queries_BQWD=seen.queries_BQWD,
+            observed_BW=seen.real_BW,
+            keys_BHND=candidates.keys_BSND,
+            tokens_BMN=candidates.map.tokens_BMW,
+            visibility=seen.visibility,
+            scaling=seen.scaling,
+        )
+        votes = policy.evidence.votes(observation, group=policy.group, score_heads=heads)
+        self.workspace_bytes = max(self.workspace_bytes, _vote_workspace(observation, self._geometry) + _bytes(votes))
+        return reduce_heads(votes, policy.unit) if policy.evidence.differs_by_layer else votes
+
+    # -- protect and select -----------------------------------------------------------------------------------------
+
+    def _choose(self, table: RowMap, votes_BMN: Tensor | None) -> Kept:
+        """Return gather indices into the candidates, in ascending token order, pinned rows first if any are pinned."""
+        order = None if self._justified else _ascending(table)
+        if order is not None:
+            table = table.gathered(order, torch.ones_like(order, dtype=torch.bool), ordered=True)
+        keep = table.live_BMW
+        if self.drops_rows:
+            assert votes_BMN is not None
+            keep = self._keep(table, votes_BMN if order is None else _along(votes_BMN, order))
+        kept = self._index(table, keep)
+        if order is None:
+            return kept
+        index = order.expand(kept.index_BMK.shape[0], kept.index_BMK.shape[1], -1).gather(2, kept.index_BMK)
+        return Kept(index_BMK=index, live_BMK=kept.live_BMK)
+
+    def _keep(self, table: RowMap, votes_BMN: Tensor) -> Tensor:
+        policy = self._composition
+        live = table.live_BMW
+        if live.shape[1] < votes_BMN.shape[1]:
+            live = live.expand(-1, votes_BMN.shape[1], -1)
+        scores = votes_BMN
+        if policy.evidence.differs_by_layer:
+            # Votes of window rows are dropped before pooling: the window stays anyway and must not lend its votes.
+            open_columns = max(0, table.width - policy.window_rows)
+            prefix = votes_BMN[:, :, :open_columns].masked_fill(~live[:, :, :open_columns], 0.0)
+            refined = policy.evidence.refine(prefix) if open_columns else prefix
+            scores = torch.zeros_like(votes_BMN)
+            scores[:, :, :open_columns] = refined
+            self._finite.append(torch.isfinite(scores).all())
+        protected = self._protected(table).expand_as(live) & live
+        return keep_best(scores, live, protected, self._budget_rows)
+
+    def _protected(self, table: RowMap) -> Tensor:
+        policy = self._composition
+        tokens = table.tokens_BMW
+        first_recent = torch.tensor(self._newest, device=tokens.device).view(-1, 1, 1) - policy.window_rows
+        protected = tokens >= first_recent
+        if policy.sinks:
+            protected = protected | (tokens < policy.sinks)
+        if policy.protect:
+            protected = protected | torch.isin(tokens, torch.tensor(policy.protect, device=tokens.device))
+        return protected
+
+    def _index(self, table: RowMap, keep: Tensor) -> Kept:
+        pinned = self._pinned
+        if not pinned:
+            return kept_index(keep, self.kept_counts)
+        wanted = torch.tensor(pinned, device=keep.device).view(1, 1, -1, 1)
+        found = (table.tokens_BMW[:, :, None, :] == wanted) & keep[:, :, None, :]
+        is_pinned = found.any(2)
+        rest = keep & ~is_pinned
+        rest_counts = [int(n) for n in rest.sum(-1).amax(1).tolist()]
+        others = kept_index(rest, rest_counts)
+        return Kept(
+            index_BMK=torch.cat([found.int().argmax(-1), others.index_BMK], dim=2),
+            live_BMK=torch.cat([found.any(-1), others.live_BMK], dim=2),
+        )
+
+    @property
+    def _pinned(self) -> tuple[int, ...]:
+        return self._composition.pinned_tokens if self._composition.positions == "cache_local" else ()
+
+    # -- pack -------------------------------------------------------------------------------------------------------
+
+    def _pack(self, layer: int, candidates: Candidates, kept: Kept, *, shared: bool) -> None:
+        enter, policy = self._transaction.enter, self._composition
+        for phase in (Phase.PROTECT, Phase.SELECT, Phase.VALIDATE, Phase.ADMIT, Phase.RESERVE):
+            enter(layer, phase)
+        device = candidates.keys_BSND.device
+        index = kept.index_BMK.to(device)
+        stored = self._geometry.num_query_heads if policy.owner == "query_head" else self._geometry.num_kv_heads
+        self.rows[layer] = pack_rows(
+            candidates.keys_BSND,
+            candidates.values_BSND,
+            index,
+            stored_heads=stored,
+            capacity=self._capacity(index.shape[2]),
+            pinned=len(self._pinned),
+        )
+        if not shared or self._shared_map is None:
+            # Pinned rows come first whatever their token, so the order is ascending only without them.
+            packed = candidates.map.gathered(index, kept.live_BMK.to(device), ordered=not self._pinned)
+            if shared:
+                self._shared_map = packed
+            else:
+                self.maps[layer] = packed
+        enter(layer, Phase.PACK)
+
+    def _capacity(self, kept: int) -> int:
+        """A full every-step cache needs one spare slot for ever; others grow."""
+        if self._composition.schedule == "every_step" and kept >= max(self._budget_rows):
+            return kept + 1
+        return growth_slots(kept)
+
+
+def _ascending(table: RowMap) -> Tensor:
+    """Return indices [B, M, N] that bring dead slots first and live rows into ascending token order."""
+    key = torch.where(table.live_BMW, table.tokens_BMW, -1)
+    return torch.argsort(key, dim=-1, stable=True)
+
+
+def _along(votes_BMN: Tensor, order_BMN: Tensor) -> Tensor:
+    return votes_BMN.gather(2, order_BMN.expand(-1, votes_BMN.shape[1], -1))
+
+
+def _bytes(*tensors: Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _vote_workspace(seen: LayerObservation, geometry: CacheGeometry) -> int:
+    """Bytes of scoring one KV head at a time: fp32 logits and attention, and the head's keys in fp32."""
+    if seen.queries_BQWD is None:
+        return 0
+    batch, _, window, dim = seen.queries_BQWD.shape
+    rows = seen.keys_BHND.shape[2]
+    return 4 * batch * rows * (2 * geometry.group_size * window + dim)

@@ -1,0 +1,187 @@
+"""Reading a forward call at the edge: everything refused is refused here, before any state moves.
+
+Letters: B batch rows, T new columns, F columns fed before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import BackendAdmissionError, ConfigError
+from .snapshot import Frontier, Snapshot
+
+__all__ = ["ForwardInputs", "read_inputs"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ForwardInputs:
+    """One forward's new columns."""
+
+    batch: int
+    length: int
+    device: torch.device
+    # Which new columns are real tokens, bool [B, T]; None when all are.
+    real_BT: Tensor | None
+    # Real tokens among the new columns, per batch row.
+    new_tokens: tuple[int, ...]
+    # Current 2-D mask over all columns, only when it differs from what was fed before; hides stored rows.
+    changed_mask_BF: Tensor | None
+    # Whether masked columns, if any, all come first (then candidates need no sorting).
+    left_padded: bool
+    frontier_after: Frontier
+
+
+def read_inputs(module: torch.nn.Module, arguments: Mapping[str, Any], snapshot: Snapshot) -> ForwardInputs:
+    """Validate a decoder call against what the cache holds.
+
+    Raises:
+        ConfigError: the call cannot be right (see each message for the remedy).
+        BackendAdmissionError: the call is being compiled.
+    """
+    _refuse_modes(module, arguments)
+    embedded = arguments.get("input_ids")
+    embedded = arguments.get("inputs_embeds") if embedded is None else embedded
+    if embedded is None:
+        raise ConfigError("The model was called with a policy cache but without input_ids or inputs_embeds.")
+    batch, length = int(embedded.shape[0]), int(embedded.shape[1])
+    frontier = snapshot.frontier
+    if length == 0:
+        raise ConfigError(
+            f"The forward brings no new token, but the cache already holds {frontier.columns} columns. If this is a new, "
+            "shorter prompt, call cache.reset() first; if it continues, pass the whole conversation so far."
+        )
+    if frontier.columns and batch != snapshot.batch_size:
+        raise ConfigError(
+            f"The cache holds {snapshot.batch_size} batch rows, but this forward brings {batch}. Use "
+            "cache.batch_select_indices or cache.batch_repeat_interleave to change the batch, or a new cache."
+        )
+    mask = _two_dimensional(arguments.get("attention_mask"), batch, frontier.columns + length, embedded.device)
+    real, changed, left_padded = _new_columns(mask, frontier)
+    new_tokens = (length,) * batch if real is None else tuple(int(n) for n in real.sum(-1).tolist())
+    old_tokens = frontier.tokens or (0,) * batch
+    after = Frontier(
+        columns=frontier.columns + length,
+        tokens=tuple(a + b for a, b in zip(old_tokens, new_tokens, strict=True)),
+        position_offsets=_position_offsets(arguments.get("position_ids"), frontier, real, batch, length),
+        seen_BF=_seen_after(mask, frontier, length),
+    )
+    return ForwardInputs(
+        batch=batch,
+        length=length,
+        device=embedded.device,
+        real_BT=real,
+        new_tokens=new_tokens,
+        changed_mask_BF=changed,
+        left_padded=left_padded,
+        frontier_after=after,
+    )
+
+
+def _refuse_modes(module: torch.nn.Module, arguments: Mapping[str, Any]) -> None:
+    config: Any = module.config
+    if torch.compiler.is_compiling():
+        raise BackendAdmissionError(
+            "A policy cache cannot be used inside torch.compile yet. Run the model eagerly: do not compile it, and pass "
+            "disable_compile=True to generate."
+        )
+    use_cache = arguments.get("use_cache")
+    if (config.use_cache if use_cache is None else use_cache) is False:
+        raise ConfigError(
+            "The model runs with use_cache=False although a policy cache was given: transformers would feed the whole "
+            "sequence again at every step. Pass use_cache=True, or set model.generation_config.use_cache = True."
+        )
+    wants_weights = arguments.get("output_attentions")
+    if config.output_attentions if wants_weights is None else wants_weights:
+        raise ConfigError(
+            "output_attentions=True asks for full attention matrices, which a compressed cache does not have. "
+            "Run without it; use an uncompressed cache to inspect attention."
+        )
+    if getattr(module, "gradient_checkpointing", False) and module.training:
+        raise ConfigError(
+            "Gradient checkpointing in training mode drops the cache silently. Call model.eval(), or "
+            "model.gradient_checkpointing_disable(), before using a policy cache."
+        )
+
+
+def _two_dimensional(mask: Any, batch: int, columns: int, device: torch.device) -> Tensor | None:
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ConfigError(
+            f"The attention mask must be 2-D (batch, columns) so that it can follow the rows the cache keeps; got {shape}. "
+            "Prepared 4-D masks are tied to an uncompressed cache."
+        )
+    if tuple(mask.shape) != (batch, columns):
+        raise ConfigError(
+            f"The attention mask has shape {tuple(mask.shape)}, but the cache has been fed so many columns that it must "
+            f"be ({batch}, {columns}): every column ever fed (padding included), then the new ones."
+        )
+    return mask.to(device=device, dtype=torch.bool)
+
+
+def _new_columns(mask: Tensor | None, frontier: Frontier) -> tuple[Tensor | None, Tensor | None, bool]:
+    """Return (real new columns or None, changed mask or None, whether pads come first)."""
+    if mask is None or bool(mask.all()):
+        return None, None, True
+    past = mask[:, : frontier.columns]
+    if frontier.seen_BF is None:
+        unchanged = bool(past.all())
+    else:
+        unchanged = torch.equal(past, frontier.seen_BF.to(past.device))
+    real = mask[:, frontier.columns :]
+    if bool(real.all()):
+        return None, None if unchanged else mask, True
+    left_padded = bool((real[:, 1:] >= real[:, :-1]).all())
+    return real, None if unchanged else mask, left_padded
+
+
+def _seen_after(mask: Tensor | None, frontier: Frontier, length: int) -> Tensor | None:
+    if mask is None:
+        if frontier.seen_BF is None:
+            return None
+        ones = torch.ones((frontier.seen_BF.shape[0], length), dtype=torch.bool, device=frontier.seen_BF.device)
+        return torch.cat([frontier.seen_BF, ones], dim=1)
+    if frontier.seen_BF is None:
+        return None if bool(mask.all()) else mask.clone()
+    # What was a pad when it was fed stays one: it was never stored, whatever a later mask says.
+    return torch.cat([frontier.seen_BF.to(mask.device), mask[:, frontier.columns :]], dim=1)
+
+
+def _position_offsets(
+    position_ids: Any, frontier: Frontier, real: Tensor | None, batch: int, length: int
+) -> tuple[int | None, ...]:
+    """Check that each row's first new token takes the row's next position; return position minus token index."""
+    if position_ids is None:
+        # The model then numbers by column.
+        position_ids = torch.arange(frontier.columns, frontier.columns + length)[None]
+    if position_ids.ndim != 2 or position_ids.shape[1] != length:
+        raise ConfigError(
+            f"position_ids must have one position per new token, (batch, {length}); got {tuple(position_ids.shape)}."
+        )
+    first = [0] * batch if real is None else [int(i) for i in real.int().argmax(-1).tolist()]
+    has_real = [True] * batch if real is None else [bool(x) for x in real.any(-1).tolist()]
+    positions = position_ids.expand(batch, -1)
+    index = torch.tensor(first, device=positions.device)[:, None]
+    starts = [int(p) for p in positions.gather(1, index)[:, 0].tolist()]
+    known = frontier.position_offsets or (None,) * batch
+    tokens = frontier.tokens or (0,) * batch
+    offsets: list[int | None] = []
+    for row in range(batch):
+        offset = starts[row] - tokens[row]
+        if not has_real[row]:
+            offsets.append(known[row])
+            continue
+        if known[row] is not None and offset != known[row]:
+            raise ConfigError(
+                f"Batch row {row} continues at position {starts[row]}, but its next position is "
+                f"{tokens[row] + (known[row] or 0)}: tokens would be fed again or skipped. Continue with only the new "
+                "tokens; for a new prompt call cache.reset() or make a new cache."
+            )
+        offsets.append(offset)
+    return tuple(offsets)

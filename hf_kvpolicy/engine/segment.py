@@ -1,0 +1,106 @@
+"""A forward whose rows compete at once: a prompt segment, compressed layer by layer as attention returns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..contract import Transaction
+from ..frame import LayerStep
+from ..masks import MaskRecord
+from .decide import Candidates, Decider, Observed
+from .inputs import ForwardInputs
+from .queries import held, hold_window
+from .snapshot import Snapshot
+from .step import Step
+from .view import pristine_keys
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+__all__ = ["SegmentStep"]
+
+
+class SegmentStep(Step):
+    """Attends over published and new rows, then keeps the best of both."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        snapshot: Snapshot,
+        inputs: ForwardInputs,
+        transaction: Transaction,
+        budget: tuple[int, ...],
+    ) -> None:
+        super().__init__(runtime, snapshot, inputs, transaction)
+        policy = self.runtime.composition
+        self.budget_rows = budget
+        after_all = self.is_dense and all(part.ordered for part in snapshot.maps)
+        self.decider = Decider(
+            policy,
+            self.runtime.geometry,
+            transaction,
+            counts=self.candidate_counts,
+            budget_rows=budget,
+            newest_tokens=inputs.frontier_after.tokens,
+            justified=after_all if snapshot.width else inputs.left_padded,
+        )
+        wanted = policy.evidence.window_queries if self.decider.drops_rows else 0
+        self._window = hold_window(None, inputs, snapshot.frontier.columns, wanted) if wanted else None
+        self._new: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def append(self, layer: int, keys_BHTD: Tensor, values_BHTD: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.snapshot.width:
+            return keys_BHTD, values_BHTD
+        rows, width = self.snapshot.rows[layer], self.snapshot.width
+        self.place_pinned(rows)
+        new_keys, new_values = self.stored(keys_BHTD), self.stored(values_BHTD)
+        self._new[layer] = (new_keys, new_values)
+        keys = torch.cat([rows.keys_BSCD[:, :, :width], new_keys], dim=2)
+        return keys, torch.cat([rows.values_BSCD[:, :, :width], new_values], dim=2)
+
+    def attended(self, layer: int, query_BQTD: Tensor, step: LayerStep, record: MaskRecord, scaling: float) -> None:
+        view = self.view_map(layer)
+        keys = step.keys.detach()
+        if self.snapshot.width:
+            new_keys, _ = self._new.pop(layer)
+            keys = pristine_keys(self.snapshot.rows[layer], keys, self.snapshot.width, new_keys)
+        candidates = Candidates(keys_BSND=keys, values_BSND=step.values.detach(), map=view)
+        window = self._window
+        queries = None if window is None else held(None, query_BQTD, window)
+        columns = self.query_columns() if window is None else window.columns_BW
+        visibility = self.visibility(record)
+        observed = Observed(
+            queries_BQWD=queries,
+            real_BW=None if window is None else window.real_BW,
+            visibility=lambda: visibility.for_queries(view, columns),
+            scaling=scaling,
+        )
+        self.decider.observe(layer, candidates, observed)
+        self.rows = self.decider.rows
+        layer_bytes = sum(t.numel() * t.element_size() for t in (candidates.keys_BSND, candidates.values_BSND))
+        if self.decider.held_bytes:
+            layer_bytes = self.decider.held_bytes
+        self.note_transient(layer_bytes + self.decider.workspace_bytes)
+
+    def successor(self) -> Snapshot:
+        rows, maps = self.decider.finish(self.runtime.geometry.num_layers)
+        frontier = self.inputs.frontier_after
+        return replace(
+            self.snapshot,
+            generations=self.transaction.successor,
+            frontier=frontier,
+            rows=rows,
+            maps=maps,
+            tail=None,
+            counts=self.decider.kept_counts,
+            tail_counts=(0,) * self.inputs.batch,
+            budget_rows=self.budget_rows,
+            open_segment=None,
+            last_was_segment=self.inputs.length > 1,
+            decision_epoch=self.snapshot.decision_epoch + 1,
+            evicted_at_column=frontier.columns if self.decider.drops_rows else self.snapshot.evicted_at_column,
+        )

@@ -1,0 +1,151 @@
+"""What is published: one immutable record that every reader follows.
+
+Letters: B batch rows, F columns ever fed, Q query heads, W held queries, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..contract import Generations
+from ..masks import MaskRecord
+from ..storage import DenseRows, RowMap
+from .queries import QueryWindow
+
+__all__ = ["Frontier", "OpenSegment", "Snapshot"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Frontier:
+    """How far each batch row has come. Host numbers, so that the hot path never waits for the device."""
+
+    columns: int = 0
+    # Real tokens of each batch row.
+    tokens: tuple[int, ...] = ()
+    # Model position minus token position, fixed by the first forward of each row.
+    position_offsets: tuple[int | None, ...] = ()
+    # 2-D mask of everything fed, bool [B, F]; None while no column was ever masked.
+    seen_BF: Tensor | None = None
+
+    def batch(self, index: Sequence[int], index_B: Tensor) -> Frontier:
+        """Return the frontier with its batch rows selected, repeated or reordered."""
+        return replace(
+            self,
+            tokens=tuple(self.tokens[i] for i in index),
+            position_offsets=tuple(self.position_offsets[i] for i in index),
+            seen_BF=None if self.seen_BF is None else self.seen_BF.index_select(0, index_B.to(self.seen_BF.device)),
+        )
+
+    def cropped(self, columns: int) -> Frontier:
+        """Return the frontier without the last columns."""
+        lost = [columns] * len(self.tokens)
+        seen = self.seen_BF
+        if seen is not None:
+            lost = [int(n) for n in seen[:, self.columns - columns :].sum(-1).tolist()]
+            seen = seen[:, : self.columns - columns].clone()
+        tokens = tuple(token - gone for token, gone in zip(self.tokens, lost, strict=True))
+        return replace(self, columns=self.columns - columns, tokens=tokens, seen_BF=seen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OpenSegment:
+    """A prompt segment whose selection still waits: for more chunks, or for acceptance."""
+
+    start_column: int
+    # The masking rule of the segment, without masks of its own.
+    rule: MaskRecord
+    scaling: float
+    # Which queries are held and, per layer, the queries [B, Q, W, D]; none for evidence that needs none.
+    window: QueryWindow | None = None
+    queries_BQWD: tuple[Tensor, ...] = ()
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return every tensor this object keeps alive."""
+        if self.window is None:
+            return self.queries_BQWD
+        return (*self.queries_BQWD, *self.window.tensors())
+
+    def cropped(self, column: int) -> OpenSegment | None:
+        """Return the segment as if nothing at or after a column had been fed; None if nothing of it is left."""
+        if column <= self.start_column:
+            return None
+        return self if self.window is None else replace(self, window=self.window.before_column(column))
+
+    def batch(self, index_B: Tensor) -> OpenSegment:
+        """Return the segment with its batch rows selected, repeated or reordered."""
+        queries = tuple(q.index_select(0, index_B.to(q.device)) for q in self.queries_BQWD)
+        return replace(self, queries_BQWD=queries, window=None if self.window is None else self.window.batch(index_B))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Snapshot:
+    """Everything a reader may see.
+
+    Slots of a layer's buffers: first the slots of its map, then the slots of the tail.
+    """
+
+    generations: Generations
+    frontier: Frontier
+    rows: tuple[DenseRows, ...] = ()
+    # One map for all layers, or one per layer.
+    maps: tuple[RowMap, ...] = ()
+    # Rows appended since the last selection, the same for every layer and head.
+    tail: RowMap | None = None
+    # Live rows of each owner, per batch row (equal for all owners of a batch row).
+    counts: tuple[int, ...] = ()
+    # Rows among them that were appended after the last selection.
+    tail_counts: tuple[int, ...] = ()
+    budget_rows: tuple[int, ...] | None = None
+    open_segment: OpenSegment | None = None
+    last_was_segment: bool = False
+    decision_epoch: int = 0
+    # Columns fed when rows were last dropped; nothing before it can be rolled back.
+    evicted_at_column: int = 0
+
+    @property
+    def batch_size(self) -> int:
+        """Batch rows, 0 before the first forward."""
+        return len(self.frontier.tokens)
+
+    @property
+    def width(self) -> int:
+        """Slots in use per owner: map plus tail (the same for every layer)."""
+        mapped = self.maps[0].width if self.maps else 0
+        return mapped + (self.tail.width if self.tail is not None else 0)
+
+    def map_of(self, layer: int) -> RowMap:
+        """Return the map of a layer's first slots."""
+        return self.maps[layer] if len(self.maps) > 1 else self.maps[0]
+
+    def full_map(self, layer: int) -> RowMap:
+        """Return the map of all of a layer's slots."""
+        base = self.map_of(layer)
+        return base if self.tail is None else base.then(self.tail)
+
+    def batch(self, index: Sequence[int]) -> Snapshot:
+        """Return the snapshot with its batch rows selected, repeated or reordered; buffers are copied."""
+        if not self.rows:
+            return self
+        indices: dict[torch.device, Tensor] = {}
+
+        def on(device: torch.device) -> Tensor:
+            if device not in indices:
+                indices[device] = torch.tensor(list(index), dtype=torch.int64, device=device)
+            return indices[device]
+
+        segment = self.open_segment
+        return replace(
+            self,
+            frontier=self.frontier.batch(index, on(self.maps[0].live_BMW.device)),
+            rows=tuple(rows.batch(on(rows.keys_BSCD.device)) for rows in self.rows),
+            maps=tuple(part.batch(on(part.live_BMW.device)) for part in self.maps),
+            tail=None if self.tail is None else self.tail.batch(on(self.tail.live_BMW.device)),
+            counts=tuple(self.counts[i] for i in index),
+            tail_counts=tuple(self.tail_counts[i] for i in index),
+            budget_rows=None if self.budget_rows is None else tuple(self.budget_rows[i] for i in index),
+            open_segment=None if segment is None else segment.batch(on(self.maps[0].live_BMW.device)),
+        )

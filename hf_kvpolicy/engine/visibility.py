@@ -1,0 +1,79 @@
+"""Which rows of a view each query may see, evaluated on the columns of the rows really held.
+
+Letters: B batch rows, M map heads, T queries, N rows of the view, F columns ever fed, P pinned rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..masks import MaskRecord
+from ..storage import RowMap
+
+__all__ = ["Visibility"]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Visibility:
+    """The masks of one forward; identical ones are built once and shared by the layers that need them."""
+
+    record: MaskRecord
+    # Columns fed once this forward ends.
+    columns_after: int
+    # All rows of the view are live in every batch row, and no current mask hides one.
+    dense: bool
+    changed_mask_BF: Tensor | None
+    # How far pinned rows are moved towards the query, [B, P]: a window sees the moved columns.
+    pinned_shift_BP: Tensor | None = None
+    _memo: dict[tuple[int, int, int], tuple[Tensor, RowMap, Tensor]] = field(default_factory=dict)
+
+    def for_queries(self, view: RowMap, query_columns_BT: Tensor) -> Tensor | None:
+        """Return the bool mask [B or 1, M or 1, T, N], or None when every query sees every row.
+
+        Args:
+            view: map of the attended rows; the newest columns come last, in order.
+            query_columns_BT: columns of the queries, [B or 1, T]; the newest columns of each batch row.
+        """
+        queries, rows = query_columns_BT.shape[1], view.width
+        if self.dense and self.record.is_causal_for(self.columns_after):
+            # All older rows are seen whatever their columns, so layers and heads share one triangle.
+            if queries == 1:
+                return None
+            key = (0, queries, rows)
+            if key not in self._memo:
+                ones = torch.ones((queries, rows), dtype=torch.bool, device=view.live_BMW.device)
+                self._memo[key] = (ones.tril(rows - queries)[None, None], view, query_columns_BT)
+            return self._memo[key][0]
+        key = (id(view), id(query_columns_BT), rows)
+        if key not in self._memo:
+            # The tensors behind the key are kept, so that no other object can take their identity.
+            self._memo[key] = (self._evaluate(view, query_columns_BT), view, query_columns_BT)
+        return self._memo[key][0]
+
+    def _evaluate(self, view: RowMap, query_columns_BT: Tensor) -> Tensor:
+        rows_BM1N = self._effective_columns(view)[:, :, None, :]
+        allowed = self.record.allows(query_columns_BT.long()[:, None, :, None], rows_BM1N)
+        if self.dense:
+            return allowed
+        allowed = allowed & view.live_BMW[:, :, None, :]
+        if self.changed_mask_BF is not None:
+            allowed = allowed & self._current(view)[:, :, None, :]
+        return allowed
+
+    def _effective_columns(self, view: RowMap) -> Tensor:
+        columns = view.columns_BMW.long()
+        if self.pinned_shift_BP is None:
+            return columns
+        pinned = self.pinned_shift_BP.shape[1]
+        moved = columns[:, :, :pinned] + self.pinned_shift_BP[:, None, :]
+        return torch.cat([moved, columns[:, :, pinned:]], dim=2)
+
+    def _current(self, view: RowMap) -> Tensor:
+        assert self.changed_mask_BF is not None
+        batch, heads, width = view.live_BMW.shape
+        last = self.changed_mask_BF.shape[1] - 1
+        index = view.columns_BMW.long().clamp(0, last).reshape(batch, heads * width)
+        return self.changed_mask_BF.gather(1, index).view(batch, heads, width)

@@ -1,0 +1,68 @@
+"""What evidence sees and gives.
+
+Letters: B batch rows, Q query heads, H KV heads, S score heads (H, or Q when query heads own rows), W observed
+queries, N candidate rows, D head dimension, M map heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+__all__ = ["Evidence", "LayerObservation", "Visibility"]
+
+
+class Visibility(Protocol):
+    """Tells which candidate rows each observed query may see."""
+
+    def __call__(self) -> Tensor | None:
+        """Return a bool mask broadcastable to [B, S, W, N], or None when every query sees every row."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerObservation:
+    """One layer's candidates and the last queries of the segment, as attention saw them (after rotation)."""
+
+    layer: int
+    # The last observed queries of the segment; None for evidence that needs none.
+    queries_BQWD: Tensor | None
+    # Which observed queries are real tokens of their batch row, [B, W]; None when all are.
+    observed_BW: Tensor | None
+    keys_BHND: Tensor
+    tokens_BMN: Tensor
+    visibility: Visibility
+    scaling: float
+
+
+class Evidence(Protocol):
+    """Scores candidate rows; higher stays. Stateless: everything it needs comes in the observation."""
+
+    @property
+    def name(self) -> str:
+        """The evidence family, as the manifest names it."""
+        ...
+
+    @property
+    def window_queries(self) -> int:
+        """Queries at the end of a segment it must see; 0 for none."""
+        ...
+
+    @property
+    def differs_by_layer(self) -> bool:
+        """Whether layers and heads score differently; False means one position-only set serves the whole cache."""
+        ...
+
+    def votes(self, seen: LayerObservation, *, group: str, score_heads: int) -> Tensor:
+        """Return fp32 votes [B, S, N] (S = 1 for evidence that is the same for all heads)."""
+        ...
+
+    def refine(self, votes_BMN: Tensor) -> Tensor:
+        """Return final scores from votes in ascending token order (pooling); votes are already reduced to map heads."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Return the JSON-able parameters that enter the manifest."""
+        ...

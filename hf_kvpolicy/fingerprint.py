@@ -1,0 +1,41 @@
+"""A cheap identity of a checkpoint: config, revision and a sample of weight rows; never a hash of all weights."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+from .contract import sha256_of
+
+__all__ = ["checkpoint_fingerprint"]
+
+_SAMPLED_TENSORS = 8
+_SAMPLED_ELEMENTS = 256
+# Entries of a config that describe how it is run or where it came from, not what was trained.
+_RUNTIME_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "attn_implementation")
+
+
+def checkpoint_fingerprint(decoder: torch.nn.Module | None) -> str:
+    """Return a hex digest of a decoder's config and sampled weights, or "unbound" without a decoder."""
+    if decoder is None:
+        return "unbound"
+    config: Any = decoder.config
+    described = {key: value for key, value in config.to_dict().items() if key not in _RUNTIME_KEYS}
+    digest = hashlib.sha256(sha256_of(_plain(described)).encode())
+    digest.update(str(getattr(config, "_commit_hash", None)).encode())
+    parameters = sorted(decoder.named_parameters())
+    step = max(1, len(parameters) // _SAMPLED_TENSORS)
+    for name, weight in parameters[::step]:
+        sample = weight.detach().reshape(-1)[:_SAMPLED_ELEMENTS].float().cpu()
+        digest.update(name.encode() + sample.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

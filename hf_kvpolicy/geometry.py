@@ -1,0 +1,125 @@
+"""What a model's attention looks like, read once from its config.
+
+Letters used in this package: B batch rows, L layers, H KV heads, Q query heads, G query heads per KV head,
+T query tokens, N rows of a view, C slots of a buffer, D head dimension, M map heads (H or 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import UnsupportedModelError
+
+__all__ = ["NAME_BRANCHING_MODEL_TYPES", "CacheGeometry", "text_config"]
+
+# Families whose code compares config._attn_implementation with a stock name. Under our name they would take another
+# branch, so they are refused until a patch handles them.
+NAME_BRANCHING_MODEL_TYPES = frozenset(
+    {
+        "axk2",
+        "bloom",
+        "decision_transformer",
+        "deepseek_v32",
+        "dots3_note",
+        "falcon",
+        "gemma4",
+        "gemma4_unified",
+        "glm5_next",
+        "glm_moe_dsa",
+        "gpt2",
+        "hy_v4",
+        "hy_v4_vl",
+        "minimax_m3_vl",
+        "mistral_large4",
+        "mpt",
+        "qwen2_5_omni",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheGeometry:
+    """The shapes every cache, store and score of one model agrees on."""
+
+    model_type: str
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    # Width of the model's own sliding window per layer, self included; None where attention is full.
+    window_tokens: tuple[int | None, ...]
+
+    def __post_init__(self) -> None:
+        """Reject shapes that no grouped-query attention has.
+
+        Raises:
+            UnsupportedModelError: query heads are not a multiple of KV heads, or a size is not positive.
+        """
+        sizes = (self.num_layers, self.num_query_heads, self.num_kv_heads, self.key_dim, self.value_dim)
+        if min(sizes) < 1:
+            raise UnsupportedModelError(f"A model needs positive attention sizes; {self} has one below 1.")
+        if self.num_query_heads % self.num_kv_heads:
+            raise UnsupportedModelError(
+                f"{self.num_query_heads} query heads cannot share {self.num_kv_heads} KV heads evenly; "
+                "grouped-query attention needs a whole number of query heads per KV head."
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that read one KV head."""
+        return self.num_query_heads // self.num_kv_heads
+
+    @property
+    def q_to_kv_head_map(self) -> tuple[int, ...]:
+        """KV head read by each query head (contiguous groups)."""
+        return tuple(head // self.group_size for head in range(self.num_query_heads))
+
+    def row_bytes(self, element_bytes: int) -> int:
+        """Bytes of one K/V row pair of one KV head."""
+        return (self.key_dim + self.value_dim) * element_bytes
+
+    @classmethod
+    def from_config(cls, config: Any) -> CacheGeometry:
+        """Read the geometry of a text decoder's config.
+
+        Raises:
+            UnsupportedModelError: the config lacks the fields of a decoder with K/V attention.
+        """
+        text = text_config(config)
+        try:
+            heads, layers = int(text.num_attention_heads), int(text.num_hidden_layers)
+            hidden = int(text.hidden_size)
+        except AttributeError as error:
+            raise UnsupportedModelError(
+                f"{type(config).__name__} does not describe a K/V attention decoder ({error}). "
+                "Give the config or model of a decoder-only language model."
+            ) from None
+        head_dim = int(getattr(text, "head_dim", None) or hidden // heads)
+        return cls(
+            model_type=str(text.model_type),
+            num_layers=layers,
+            num_query_heads=heads,
+            num_kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+            key_dim=head_dim,
+            value_dim=int(getattr(text, "v_head_dim", None) or head_dim),
+            window_tokens=tuple(_windows(text, layers)),
+        )
+
+
+def text_config(config: Any) -> Any:
+    """Return the text decoder's part of a config (the config itself for text models)."""
+    getter = getattr(config, "get_text_config", None)
+    return getter(decoder=True) if getter is not None else config
+
+
+def _windows(config: Any, layers: int) -> Iterable[int | None]:
+    window = getattr(config, "sliding_window", None)
+    if window is None or getattr(config, "use_sliding_window", True) is False:
+        return (None for _ in range(layers))
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return (int(window) for _ in range(layers))
+    return (int(window) if kind == "sliding_attention" else None for kind in types)

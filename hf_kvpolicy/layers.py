@@ -1,0 +1,83 @@
+"""The layers a transformers `Cache` shows: thin windows on one `PolicyCache`, without state of their own."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+if TYPE_CHECKING:
+    from .cache import PolicyCache
+
+__all__ = ["PolicyLayer"]
+
+
+class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's face to transformers. Every call goes to the cache, which changes all layers together."""
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, cache: PolicyCache, layer: int) -> None:
+        # The base class would give the layer tensors of its own.
+        self._cache = weakref.ref(cache)
+        self._layer = layer
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Keys in this layer's slots, [B, S, W, D]; None before the first token. Slot order carries no meaning."""
+        return self.cache.stored_view(self._layer)[0]
+
+    @property
+    def values(self) -> Tensor | None:
+        """Values in this layer's slots, [B, S, W, D]."""
+        return self.cache.stored_view(self._layer)[1]
+
+    @property
+    def cache(self) -> PolicyCache:
+        """The cache this layer belongs to."""
+        cache = self._cache()
+        if cache is None:
+            raise ReferenceError("The cache of this layer no longer exists.")
+        return cache
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether a token was ever fed."""
+        return self.cache.get_seq_length() > 0
+
+    @property
+    def record_past(self) -> bool:
+        """Whether finished forwards wait for acceptance by `crop`."""
+        return self.cache.is_recording_past(self._layer)
+
+    @record_past.setter
+    def record_past(self, on: bool) -> None:
+        self.cache.set_recording(on)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to prepare: buffers are made by the first publication."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Hand this layer's new rows to the cache."""
+        return self.cache.update(key_states, value_states, self._layer, *args, **kwargs)
+
+    def get_mask_sizes(self, query_length: int, *args: Any) -> tuple[int, int]:
+        """Return (columns after this forward, 0): masks are asked about columns, not slots."""
+        return self.get_seq_length() + int(query_length), 0
+
+    def get_seq_length(self) -> int:
+        """Return the columns ever fed."""
+        return self.cache.get_seq_length()
+
+    def get_max_length(self) -> int:
+        """Return -1: any number of tokens may be fed."""
+        return -1
+
+    def activate_past_recording(self) -> None:
+        """Let finished forwards wait for acceptance."""
+        self.cache.set_recording(True)

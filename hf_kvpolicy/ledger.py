@@ -1,0 +1,155 @@
+"""What a cache holds, byte for byte: declared by formula, measured from tensor storages (sections 0x02A-0x02F).
+
+Terms: payload = live rows; slack = slots that hold no live row; positions = columns and token positions of slots;
+validity = live flags and the mask of columns fed; scores = queries held for a later selection; protected = pristine keys
+of re-rotated rows. Transient peak is the most that was alive at once during a forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from torch import Tensor
+
+from .contract import Ratio
+from .engine import Runtime, Snapshot
+from .storage import RowMap
+
+__all__ = ["Ledger", "account"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """The bytes of one cache. `declared_bytes` is the sum of the terms; `measured_bytes` must equal it exactly."""
+
+    payload_bytes: int
+    slack_bytes: int
+    positions_bytes: int
+    validity_bytes: int
+    scores_bytes: int
+    protected_bytes: int
+    # Tokens of a finished forward that wait for acceptance, and the queries held for them.
+    waiting_bytes: int
+    measured_bytes: int
+    transient_peak_bytes: int
+    # K/V of a cache that had kept every real token.
+    full_payload_bytes: int
+    payload_rows: int
+    # Rows among them that were appended after the last selection (end-of-prefill policies grow by these).
+    tail_rows: int
+
+    @property
+    def declared_bytes(self) -> int:
+        """Bytes by formula, all terms."""
+        return (
+            self.payload_bytes
+            + self.slack_bytes
+            + self.positions_bytes
+            + self.validity_bytes
+            + self.scores_bytes
+            + self.protected_bytes
+            + self.waiting_bytes
+        )
+
+    @property
+    def kept_ratio(self) -> Ratio:
+        """K/V payload held over the payload of a full cache."""
+        return Ratio(numerator=self.payload_bytes, denominator=self.full_payload_bytes)
+
+    def faults(self) -> list[str]:
+        """Return what contradicts the measurement."""
+        if self.declared_bytes == self.measured_bytes:
+            return []
+        return [f"{self.declared_bytes} bytes are declared, but the storages hold {self.measured_bytes}"]
+
+    def to_dict(self) -> dict[str, int]:
+        """Return all terms as plain numbers."""
+        return {**asdict(self), "declared_bytes": self.declared_bytes}
+
+    def __str__(self) -> str:
+        """Draw the terms as an aligned table."""
+        rows = [
+            (name.removesuffix("_bytes"), value) for name, value in self.to_dict().items() if name.endswith("_bytes")
+        ]
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{name:<{width}}  {value:>14,} B" for name, value in rows]
+        share = self.kept_ratio.value
+        kept = "" if share is None else f" ({share:.1%} of the full cache's payload)"
+        return "\n".join([f"{self.payload_rows:,} rows{kept}", *lines])
+
+
+def account(runtime: Runtime) -> Ledger:
+    """Return the ledger of everything the cache reaches now."""
+    snapshot = runtime.snapshot
+    owners = _owners(runtime)
+    row_bytes = snapshot.rows[0].row_bytes if snapshot.rows else 0
+    slots = sum(snapshot.batch_size * rows.capacity for rows in snapshot.rows) * (owners // max(1, len(snapshot.rows)))
+    live = sum(snapshot.counts) * owners if snapshot.rows else 0
+    seen: dict[int, int] = {}
+    measured = _measure(_tensors(snapshot), seen)
+    waiting = 0 if runtime.waiting is None else _measure(_tensors(runtime.waiting.snapshot), seen)
+    full_rows = sum(snapshot.frontier.tokens) * runtime.geometry.num_layers * runtime.geometry.num_kv_heads
+    return Ledger(
+        payload_bytes=live * row_bytes,
+        slack_bytes=(slots - live) * row_bytes,
+        positions_bytes=sum(_positions_bytes(part) for part in _maps(snapshot)),
+        validity_bytes=sum(part.live_BMW.numel() for part in _maps(snapshot)) + _seen_bytes(snapshot),
+        scores_bytes=0 if snapshot.open_segment is None else _declared(snapshot.open_segment.tensors()),
+        protected_bytes=_pinned_bytes(snapshot),
+        waiting_bytes=waiting,
+        measured_bytes=measured + waiting,
+        transient_peak_bytes=max(runtime.statistics.transient_peak_bytes, measured + waiting),
+        full_payload_bytes=full_rows * row_bytes,
+        payload_rows=live,
+        tail_rows=sum(snapshot.tail_counts) * owners if snapshot.rows else 0,
+    )
+
+
+def _owners(runtime: Runtime) -> int:
+    geometry = runtime.geometry
+    by_query = runtime.composition.owner == "query_head"
+    return geometry.num_layers * (geometry.num_query_heads if by_query else geometry.num_kv_heads)
+
+
+def _maps(snapshot: Snapshot) -> list[RowMap]:
+    return [*snapshot.maps, *([] if snapshot.tail is None else [snapshot.tail])]
+
+
+def _tensors(snapshot: Snapshot) -> list[Tensor]:
+    """Return every tensor a snapshot reaches."""
+    tensors = [tensor for rows in snapshot.rows for tensor in rows.tensors()]
+    for part in _maps(snapshot):
+        tensors += [part.columns_BMW, part.tokens_BMW, part.live_BMW]
+    if snapshot.frontier.seen_BF is not None:
+        tensors.append(snapshot.frontier.seen_BF)
+    if snapshot.open_segment is not None:
+        tensors += snapshot.open_segment.tensors()
+    return tensors
+
+
+def _measure(tensors: list[Tensor], seen: dict[int, int]) -> int:
+    """Return the bytes of storages not seen yet. Storages, not tensors: a slice keeps its whole parent alive."""
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and storage.data_ptr() not in seen:
+            seen[storage.data_ptr()] = storage.nbytes()
+            total += storage.nbytes()
+    return total
+
+
+def _positions_bytes(part: RowMap) -> int:
+    return _declared((part.columns_BMW, part.tokens_BMW))
+
+
+def _seen_bytes(snapshot: Snapshot) -> int:
+    seen = snapshot.frontier.seen_BF
+    return 0 if seen is None else snapshot.batch_size * snapshot.frontier.columns
+
+
+def _pinned_bytes(snapshot: Snapshot) -> int:
+    return _declared(tuple(rows.pinned_keys_BSPD for rows in snapshot.rows if rows.pinned_keys_BSPD is not None))
+
+
+def _declared(tensors: tuple[Tensor, ...]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,78 @@
+"""Random retention: a seeded random subset of the prompt and its last rows.
+
+The baseline every evaluation needs: what a policy is worth is what it adds to this at the same bytes.
+
+Scores are a stateless hash of (seed, layer, KV head, token position), so each head draws its own set and a padded row
+keeps what the same row alone keeps. Selection, window and decode behave as in `snapkv`.
+
+Deviations: none (own baseline).
+Not supported: rows owned by query heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ...allocation import parse_budget
+from ...engine import Composition
+from ...evidence import SeededRandom
+from ...registry import register_policy
+from ..base import BudgetLike, ModelOrConfig, PolicyCache, token_positions
+
+__all__ = ["RandomCache"]
+
+
+@register_policy("random")
+class RandomCache(PolicyCache):
+    """Keeps `window` newest prompt rows and a random choice of the others; decode rows are appended."""
+
+    def __init__(
+        self,
+        model_or_config: ModelOrConfig,
+        *,
+        budget: BudgetLike,
+        window: int = 32,
+        seed: int = 0,
+        unit: str = "head",
+        group: str = "mean",
+        protect: Iterable[int] | None = None,
+        on_append: str = "recompress",
+        chunked_prefill: str | None = None,
+        variant: str = "paper",
+        fallback: str | None = None,
+    ) -> None:
+        """Make an empty cache.
+
+        Args:
+            model_or_config: a model (it is attached) or a config.
+            budget: rows per KV head, share of the prompt, or bytes; the window is inside it.
+            window: newest rows of each selection that always stay.
+            seed: fixes every draw.
+            unit: "head", "layer" or "token": who shares one set.
+            protect: token positions that always stay, inside the budget.
+
+        Raises:
+            BudgetError: the budget is not larger than window and protected rows.
+        """
+        composition = Composition(
+            policy="random",
+            schedule="end_of_prefill",
+            evidence=SeededRandom(seed=seed),
+            budget=parse_budget(budget),
+            window_rows=window,
+            unit=unit,
+            group=group,
+            protect=token_positions(protect, "random"),
+            on_append=on_append,
+            chunked_prefill=chunked_prefill,
+            variant=variant,
+            fallback=fallback,
+            options={"budget": budget, "window": window, "seed": seed},
+        )
+        super().__init__(model_or_config, composition)
+
+    @staticmethod
+    def neutral(total_rows: int) -> dict[str, Any]:
+        """Return options under which this policy equals `DynamicCache`."""
+        return {"budget": total_rows, "window": 1}

@@ -1,0 +1,72 @@
+"""Sliding window: the newest W rows stay.
+
+Visibility contract, section 0x04: V(F; W) = {max(0, F - W), ..., F - 1}, |V| = min(F, W).
+
+Keys keep the rotation of their original positions; this is a window put on a model that was trained without one, not the
+window of a local-attention architecture. The new token attends to the W published rows and itself.
+
+Deviations: none; chunked prefill ends in the same set as one prompt.
+Not supported: cache-local positions (`streaming_llm` with sinks=0 has them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ...allocation import parse_budget
+from ...engine import Composition
+from ...evidence import Recency
+from ...registry import register_policy
+from ..base import BudgetLike, ModelOrConfig, PolicyCache, token_positions
+
+__all__ = ["SlidingWindowCache"]
+
+
+@register_policy("sliding_window")
+class SlidingWindowCache(PolicyCache):
+    """Keeps the newest `budget` rows, the same in every layer and head."""
+
+    def __init__(
+        self,
+        model_or_config: ModelOrConfig,
+        *,
+        budget: BudgetLike,
+        protect: Iterable[int] | None = None,
+        chunked_prefill: str | None = None,
+        on_append: str = "recompress",
+        group: str = "mean",
+        unit: str = "token",
+        variant: str = "paper",
+        fallback: str | None = None,
+    ) -> None:
+        """Make an empty cache.
+
+        Args:
+            model_or_config: a model (it is attached) or a config.
+            budget: rows per KV head, share of the prompt, or bytes.
+            protect: token positions that always stay, inside the budget.
+
+        Raises:
+            BudgetError: the budget is not positive, or protected rows fill it.
+        """
+        composition = Composition(
+            policy="sliding_window",
+            schedule="every_step",
+            evidence=Recency(),
+            budget=parse_budget(budget),
+            protect=token_positions(protect, "sliding_window"),
+            unit=unit,
+            group=group,
+            on_append=on_append,
+            chunked_prefill=chunked_prefill,
+            variant=variant,
+            fallback=fallback,
+            options={"budget": budget},
+        )
+        super().__init__(model_or_config, composition)
+
+    @staticmethod
+    def neutral(total_rows: int) -> dict[str, Any]:
+        """Return options under which this policy equals `DynamicCache`."""
+        return {"budget": total_rows}

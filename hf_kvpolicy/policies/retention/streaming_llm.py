@@ -1,0 +1,81 @@
+"""StreamingLLM: attention sinks and the newest rows.
+
+Xiao, Tian, Chen, Han, Lewis: "Efficient Streaming Language Models with Attention Sinks" (arXiv 2309.17453), section 3.2;
+visibility contract, section 0x05: V(F) = {0, ..., min(K_s, F) - 1} u {max(0, F - W), ..., F - 1}, a union.
+
+`budget` = K_s sinks + W recent rows. Positions are numbered inside the cache by default, as in the paper: keys of sinks
+are re-rotated towards the query each step, recent keys keep their mutual distances (`positions/cache_local.py`).
+
+Deviations: eviction happens after attention, so a query attends to at most budget + 1 rows, itself included (as in the
+official perplexity loop). A prompt longer than the budget is attended in full once; the paper's demo makes room first.
+Not supported: `cache_local` on models whose rotation depends on the length (dynamic, longrope), or without rotation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ...allocation import parse_budget
+from ...engine import Composition
+from ...evidence import Recency
+from ...registry import register_policy
+from ..base import BudgetLike, ModelOrConfig, PolicyCache, token_positions
+
+__all__ = ["StreamingLLMCache"]
+
+
+@register_policy("streaming_llm")
+class StreamingLLMCache(PolicyCache):
+    """Keeps the first `sinks` rows and the newest rows, `budget` together; the same in every layer and head."""
+
+    def __init__(
+        self,
+        model_or_config: ModelOrConfig,
+        *,
+        budget: BudgetLike,
+        sinks: int = 4,
+        positions: str = "cache_local",
+        protect: Iterable[int] | None = None,
+        chunked_prefill: str | None = None,
+        on_append: str = "recompress",
+        group: str = "mean",
+        unit: str = "token",
+        variant: str = "paper",
+        fallback: str | None = None,
+    ) -> None:
+        """Make an empty cache.
+
+        Args:
+            model_or_config: a model (it is attached) or a config.
+            budget: rows per KV head, share of the prompt, or bytes; sinks are inside it.
+            sinks: first tokens that always stay.
+            positions: "cache_local" (paper) or "original".
+            protect: further token positions that always stay, inside the budget.
+
+        Raises:
+            BudgetError: the budget is not positive, or sinks and protected rows fill it.
+            UnsupportedModelError: cache-local positions on a model whose rotation cannot be shifted.
+        """
+        composition = Composition(
+            policy="streaming_llm",
+            schedule="every_step",
+            evidence=Recency(),
+            budget=parse_budget(budget),
+            sinks=sinks,
+            positions=positions,
+            protect=token_positions(protect, "streaming_llm"),
+            unit=unit,
+            group=group,
+            on_append=on_append,
+            chunked_prefill=chunked_prefill,
+            variant=variant,
+            fallback=fallback,
+            options={"budget": budget, "sinks": sinks, "positions": positions},
+        )
+        super().__init__(model_or_config, composition)
+
+    @staticmethod
+    def neutral(total_rows: int) -> dict[str, Any]:
+        """Return options under which this policy equals `DynamicCache`."""
+        return {"budget": max(total_rows, 5)}

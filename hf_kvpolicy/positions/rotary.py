@@ -1,0 +1,54 @@
+"""Shifting keys that already carry a rotation.
+
+A rotary key at position p moved to p + s is the same key rotated by s: only the difference of positions enters
+attention. Angles are computed in fp64 and applied in fp32, then cast back to the key's dtype.
+
+Letters: B batch rows, S stored heads, P rows, D head dimension, R rotated channels (R <= D).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["RotarySpec", "Shift", "shift_keys"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RotarySpec:
+    """How one model rotates its keys: the module's own inverse frequencies, first half paired with second half."""
+
+    inverse_frequencies: Tensor  # [R / 2]
+
+    @property
+    def rotated_channels(self) -> int:
+        """Leading channels of a head that are rotated."""
+        return 2 * self.inverse_frequencies.shape[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Shift:
+    """Cosine and sine of a shift per batch row and pinned row, [B, 1, P, R], ready to apply in every layer."""
+
+    cos_B1PR: Tensor
+    sin_B1PR: Tensor
+
+    @classmethod
+    def of(cls, shift_BP: Tensor, spec: RotarySpec) -> Shift:
+        """Return the rotation by a whole number of positions per row."""
+        frequencies = spec.inverse_frequencies.to(shift_BP.device, torch.float64)
+        angles = shift_BP.double()[:, None, :, None] * frequencies
+        angles = torch.cat([angles, angles], dim=-1)
+        return cls(cos_B1PR=angles.cos().float(), sin_B1PR=angles.sin().float())
+
+
+def shift_keys(keys_BSPD: Tensor, shift: Shift) -> Tensor:
+    """Return keys rotated by the shift; channels beyond the rotated ones pass through."""
+    rotated = shift.cos_B1PR.shape[3]
+    part = keys_BSPD[..., :rotated].float()
+    half = rotated // 2
+    swapped = torch.cat([-part[..., half:], part[..., :half]], dim=-1)
+    turned = (part * shift.cos_B1PR + swapped * shift.sin_B1PR).to(keys_BSPD.dtype)
+    return turned if rotated == keys_BSPD.shape[3] else torch.cat([turned, keys_BSPD[..., rotated:]], dim=-1)

@@ -1,0 +1,216 @@
+"""The public records of a cache, built from its snapshot when somebody asks; nothing here runs on the hot path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .contract import (
+    BudgetContract,
+    KVPolicyState,
+    KVVisibilityPolicyManifest,
+    LazyPositions,
+    PackedKVViewReceipt,
+    ProtectedRule,
+    QualityAndFallback,
+    RecoverabilityContract,
+    RepresentationContract,
+    SelectionContract,
+    TensorContract,
+    logical_cache_abi_of,
+)
+from .engine import Composition, Runtime, Snapshot
+from .errors import StaleGenerationError
+from .geometry import CacheGeometry
+
+__all__ = ["Identity", "integrity_faults", "manifest_of", "positions_of", "receipt_of", "state_of"]
+
+_PHASES = {"never": "none", "every_step": "both", "end_of_prefill": "prefill"}
+_CADENCES = {"never": "static", "every_step": "every_step", "end_of_prefill": "end_of_prefill"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Whose state it is."""
+
+    request_id: str
+
+
+def manifest_of(
+    policy: Composition, geometry: CacheGeometry, key_stage: str, dtype: torch.dtype, checkpoint: Callable[[], str]
+) -> KVVisibilityPolicyManifest:
+    """Return the immutable meaning of a policy on one model."""
+    scalar = str(dtype).removeprefix("torch.")
+    tensor = TensorContract(
+        num_layers=geometry.num_layers,
+        num_query_heads=geometry.num_query_heads,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim_k=geometry.key_dim,
+        head_dim_v=geometry.value_dim,
+        key_dtype=scalar,
+        value_dtype=scalar,
+        q_to_kv_head_map=geometry.q_to_kv_head_map,
+        key_position_stage=key_stage,
+        attention_positions=policy.positions,
+    )
+    exact = policy.schedule == "never"
+    return KVVisibilityPolicyManifest(
+        policy_manifest_id=f"hf_kvpolicy/{policy.policy}",
+        policy_generation=1,
+        logical_cache_abi_sha256=logical_cache_abi_of(tensor),
+        checkpoint=checkpoint,
+        tensor_contract=tensor,
+        selection_contract=_selection_of(policy),
+        representation_contract=RepresentationContract(semantic_class="full_cache_exact" if exact else "lossy_subset"),
+        recoverability_contract=RecoverabilityContract(
+            omitted="resident_visible" if exact else "omitted_irrecoverable"
+        ),
+        quality_and_fallback=QualityAndFallback(physical_capacity_action="full" if policy.fallback else "raise"),
+    )
+
+
+def _selection_of(policy: Composition) -> SelectionContract:
+    budget = policy.budget
+    bounded = budget is not None and budget.kind == "rows"
+    return SelectionContract(
+        policy=policy.policy,
+        options={**policy.options, "evidence": policy.evidence.describe()},
+        unit=policy.unit,
+        owner=policy.owner,
+        group=policy.group,
+        decision_phase=_PHASES[policy.schedule],
+        update_cadence=_CADENCES[policy.schedule],
+        evidence_family=policy.evidence.name,
+        budget=BudgetContract(
+            declared=None if budget is None else budget.declared,
+            unit="none" if budget is None else budget.kind,
+            max_rows=int(budget.value) if budget is not None and bounded else None,
+        ),
+        protected=ProtectedRule(
+            sink_rows=policy.sinks, recent_rows=policy.window_rows, positions=tuple(policy.protect)
+        ),
+        ordering="position",
+    )
+
+
+def positions_of(runtime: Runtime, layer: int, batch: int) -> list[Tensor]:
+    """Return ascending token positions per KV head of one layer and batch row."""
+    heads = runtime.geometry.num_kv_heads
+    snapshot = runtime.snapshot
+    if not snapshot.rows or batch >= snapshot.batch_size:
+        return [torch.empty(0, dtype=torch.int64) for _ in range(heads)]
+    if runtime.composition.owner == "query_head":
+        heads = runtime.geometry.num_query_heads
+    table = snapshot.full_map(layer)
+    owners = [
+        table.tokens_BMW[batch, head][table.live_BMW[batch, head]].sort().values.long()
+        for head in range(table.map_heads)
+    ]
+    return owners if len(owners) == heads else [owners[0].clone() for _ in range(heads)]
+
+
+def state_of(runtime: Runtime, manifest: KVVisibilityPolicyManifest, identity: Identity) -> KVPolicyState:
+    """Return the published state; its positions are read from the store on first access, while they are current."""
+    snapshot, policy = runtime.snapshot, runtime.composition
+    numbers = snapshot.generations
+    rows = snapshot.frontier.tokens or (0,)
+    return KVPolicyState(
+        request_id=identity.request_id,
+        request_generation=numbers.request,
+        cache_generation=numbers.cache,
+        policy_manifest_sha256=manifest.sha256,
+        policy_generation=numbers.policy,
+        state_generation=numbers.state,
+        parent_state_generation=_parent_state(runtime),
+        source_committed_frontier=snapshot.frontier.columns,
+        row_frontiers=rows,
+        decision_phase=_PHASES[policy.schedule],
+        decision_epoch=snapshot.decision_epoch,
+        positions_source=_positions_source(runtime, snapshot),
+        protected_original_positions=tuple(
+            tuple(token for token in policy.pinned_tokens if token < frontier) for frontier in rows
+        ),
+    )
+
+
+def receipt_of(runtime: Runtime, manifest: KVVisibilityPolicyManifest, identity: Identity) -> PackedKVViewReceipt:
+    """Return the receipt of the last publication."""
+    snapshot = runtime.snapshot
+    owners = runtime.geometry.num_layers * _stored_heads(runtime)
+    row_bytes = snapshot.rows[0].row_bytes if snapshot.rows else 0
+    return PackedKVViewReceipt(
+        request_id=identity.request_id,
+        parent=runtime.parent or snapshot.generations,
+        successor=snapshot.generations,
+        policy_manifest_sha256=manifest.sha256,
+        frontier=snapshot.frontier.columns,
+        positions_source=_positions_source(runtime, snapshot),
+        payload_bytes=sum(snapshot.counts) * owners * row_bytes,
+    )
+
+
+def _positions_source(runtime: Runtime, snapshot: Snapshot) -> LazyPositions:
+    def read() -> list[list[list[int]]]:
+        if runtime.snapshot is not snapshot:
+            raise StaleGenerationError(
+                f"The positions of generation {snapshot.generations.cache} were never read, and the cache has published "
+                f"generation {runtime.snapshot.generations.cache} since. Read positions while their state is current."
+            )
+        return [
+            [tokens.tolist() for batch in range(snapshot.batch_size) for tokens in positions_of(runtime, layer, batch)]
+            for layer in range(runtime.geometry.num_layers)
+        ]
+
+    return LazyPositions(read)
+
+
+def _parent_state(runtime: Runtime) -> int | None:
+    parent, current = runtime.parent, runtime.snapshot.generations
+    return parent.state if parent is not None and parent.state < current.state else None
+
+
+def _stored_heads(runtime: Runtime) -> int:
+    geometry = runtime.geometry
+    return geometry.num_query_heads if runtime.composition.owner == "query_head" else geometry.num_kv_heads
+
+
+def integrity_faults(runtime: Runtime) -> list[str]:
+    """Return every contradiction found between maps, counts, frontier, budget and protection."""
+    snapshot, policy = runtime.snapshot, runtime.composition
+    faults: list[str] = []
+    for layer in range(len(snapshot.rows)):
+        table, rows = snapshot.full_map(layer), snapshot.rows[layer]
+        if rows.capacity < snapshot.width:
+            faults.append(f"layer {layer} has {rows.capacity} slots for {snapshot.width} in use")
+        live_counts = table.live_BMW.sum(-1)
+        for batch, count in enumerate(snapshot.counts):
+            if not bool((live_counts[batch] == count).all()):
+                faults.append(
+                    f"layer {layer}, batch row {batch} holds {live_counts[batch].tolist()} rows, {count} counted"
+                )
+        faults += _table_faults(layer, table.tokens_BMW, table.live_BMW, snapshot, policy)
+    return faults
+
+
+def _table_faults(
+    layer: int, tokens_BMW: Tensor, live_BMW: Tensor, snapshot: Snapshot, policy: Composition
+) -> list[str]:
+    faults = []
+    for batch, frontier in enumerate(snapshot.frontier.tokens):
+        budget = None if snapshot.budget_rows is None else snapshot.budget_rows[batch]
+        for head in range(live_BMW.shape[1]):
+            tokens = tokens_BMW[batch, head][live_BMW[batch, head]].tolist()
+            where = f"layer {layer}, batch row {batch}, head {head}"
+            if len(set(tokens)) != len(tokens):
+                faults.append(f"{where} holds a token twice")
+            if any(not 0 <= token < frontier for token in tokens):
+                faults.append(f"{where} holds a token outside 0..{frontier - 1}")
+            missing = {token for token in policy.pinned_tokens if token < frontier} - set(tokens)
+            if missing:
+                faults.append(f"{where} lost the protected tokens {sorted(missing)}")
+            if budget is not None and policy.schedule == "every_step" and len(tokens) > budget:
+                faults.append(f"{where} holds {len(tokens)} rows over a budget of {budget}")
+    return faults

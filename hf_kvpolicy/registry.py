@@ -1,0 +1,153 @@
+"""Names of policies and model families: built-in ones, decorators, and entry points of other packages.
+
+Entry point groups: `hf_kvpolicy.policies` and `hf_kvpolicy.model_patches`. Each entry loads a module or class whose
+import registers it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from .errors import ConfigError, UnsupportedModelError, did_you_mean
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from .positions import RotarySpec
+
+__all__ = [
+    "ModelPatch",
+    "available_policies",
+    "model_patch",
+    "policy_class",
+    "register_model_patch",
+    "register_policy",
+    "supported_model_types",
+]
+
+
+class ModelPatch(Protocol):
+    """What a family must tell the engine. One stateless object per family, in `model_patches/`."""
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """The `config.model_type` values this patch serves."""
+        ...
+
+    @property
+    def key_stage(self) -> str:
+        """Position stage of cached keys: 'post_rope', 'pre_rope' or 'no_rope'."""
+        ...
+
+    def decoder(self, model: PreTrainedModel) -> torch.nn.Module:
+        """Return the text decoder whose forward receives the cache."""
+        ...
+
+    def check(self, config: Any) -> None:
+        """Raise UnsupportedModelError if this config is outside what the patch handles."""
+        ...
+
+    def rotary(self, decoder: torch.nn.Module) -> RotarySpec:
+        """Return how keys are rotated; raise UnsupportedModelError where angles depend on the length."""
+        ...
+
+
+_Policy = TypeVar("_Policy", bound=type)
+_Patch = TypeVar("_Patch", bound=type)
+_POLICIES: dict[str, type] = {}
+_PATCHES: dict[str, ModelPatch] = {}
+_LOADED: set[str] = set()
+
+
+def register_policy(name: str) -> Callable[[_Policy], _Policy]:
+    """Class decorator: make a `PolicyCache` subclass available by name.
+
+    Raises:
+        ConfigError: the name is not lower-case snake case, or is taken by another class.
+    """
+    if not name.isidentifier() or name != name.lower():
+        raise ConfigError(f"The policy name {name!r} is not lower-case snake case; use a name such as 'my_policy'.")
+
+    def register(cls: _Policy) -> _Policy:
+        known = _POLICIES.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ConfigError(f"The policy name {name!r} is already taken by {known.__module__}.{known.__qualname__}.")
+        _POLICIES[name] = cls
+        return cls
+
+    return register
+
+
+def register_model_patch(cls: _Patch) -> _Patch:
+    """Class decorator: make a `ModelPatch` available for its model types. A later registration wins."""
+    patch: ModelPatch = cls()
+    for model_type in patch.model_types:
+        _PATCHES[model_type] = patch
+    return cls
+
+
+def available_policies() -> tuple[str, ...]:
+    """Return the names of all registered policies, sorted."""
+    _load("hf_kvpolicy.policies")
+    return tuple(sorted(_POLICIES))
+
+
+def policy_class(name: str) -> type:
+    """Return the cache class of a policy.
+
+    Raises:
+        ConfigError: no policy has that name.
+    """
+    names = available_policies()
+    if name not in _POLICIES:
+        raise ConfigError(f"There is no policy {name!r}; available are {', '.join(names)}.{did_you_mean(name, names)}")
+    return _POLICIES[name]
+
+
+def supported_model_types() -> tuple[str, ...]:
+    """Return the `model_type` of every family with a patch, sorted."""
+    _load("hf_kvpolicy.model_patches")
+    return tuple(sorted(_PATCHES))
+
+
+def model_patch(config: Any) -> ModelPatch:
+    """Return the patch of a model's family.
+
+    Raises:
+        UnsupportedModelError: the family has no patch, or this config is outside what the patch handles.
+    """
+    supported = supported_model_types()
+    model_type = str(getattr(config, "model_type", type(config).__name__))
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{model_type!r} is an encoder-decoder model; policy caches serve decoder-only models. "
+            f"Supported families: {', '.join(supported)}."
+        )
+    if model_type not in _PATCHES:
+        raise UnsupportedModelError(
+            f"The model family {model_type!r} is not supported. Supported families: {', '.join(supported)}. "
+            "A family can be added with @register_model_patch; see CONTRIBUTING.md."
+        )
+    patch = _PATCHES[model_type]
+    patch.check(config)
+    return patch
+
+
+def registered_patches() -> Mapping[str, ModelPatch]:
+    """Return all patches by model type."""
+    supported_model_types()
+    return dict(_PATCHES)
+
+
+def _load(group: str) -> None:
+    """Import the built-in members of a group, then other packages' entry points, once."""
+    if group in _LOADED:
+        return
+    _LOADED.add(group)
+    importlib.import_module(group)
+    for entry in entry_points(group=group):
+        entry.load()

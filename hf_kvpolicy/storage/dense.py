@@ -1,0 +1,105 @@
+"""Dense K/V buffers of one layer: rectangles of slots, written only where no published map names a slot.
+
+Letters: B batch rows, S stored heads, C capacity in slots, T new rows, D head dimension, P pinned rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["DenseRows", "growth_slots"]
+
+_MIN_SLACK, _MAX_SLACK = 16, 256
+
+
+def growth_slots(needed: int) -> int:
+    """Return the capacity to allocate when `needed` slots are asked for: amortised O(1) appends, bounded slack."""
+    return needed + min(_MAX_SLACK, max(_MIN_SLACK, needed // 16))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DenseRows:
+    """The K/V buffers of one layer. The object is immutable; slots outside the published map may be written."""
+
+    keys_BSCD: Tensor
+    values_BSCD: Tensor
+    # Rows whose attended copy is re-rotated (cache-local positions) keep their pristine key here, by pinned rank.
+    pinned_keys_BSPD: Tensor | None = None
+
+    @classmethod
+    def allocate(cls, keys_BSTD: Tensor, values_BSTD: Tensor, capacity: int, pinned: int = 0) -> DenseRows:
+        """Return empty buffers shaped like the given rows; `pinned` pristine key rows are zero-filled."""
+        keys = _empty_slots(keys_BSTD, capacity)
+        values = _empty_slots(values_BSTD, capacity)
+        pristine = _empty_slots(keys_BSTD, pinned).zero_() if pinned else None
+        return cls(keys_BSCD=keys, values_BSCD=values, pinned_keys_BSPD=pristine)
+
+    @property
+    def capacity(self) -> int:
+        """Slots per stored head."""
+        return self.keys_BSCD.shape[2]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one K/V row pair of one stored head."""
+        key_bytes = self.keys_BSCD.shape[3] * self.keys_BSCD.element_size()
+        return key_bytes + self.values_BSCD.shape[3] * self.values_BSCD.element_size()
+
+    def grown(self, used: int, needed: int, *, limit: int | None = None) -> DenseRows:
+        """Return buffers with room for `needed` slots and the first `used` slots copied; self when there is room.
+
+        `limit` is the most slots this layer will ever use; slack beyond it would be waste.
+        """
+        if needed <= self.capacity:
+            return self
+        slots = growth_slots(needed)
+        slots = slots if limit is None else max(needed, min(slots, limit))
+        larger = DenseRows.allocate(self.keys_BSCD, self.values_BSCD, slots)
+        larger.keys_BSCD[:, :, :used] = self.keys_BSCD[:, :, :used]
+        larger.values_BSCD[:, :, :used] = self.values_BSCD[:, :, :used]
+        return DenseRows(
+            keys_BSCD=larger.keys_BSCD, values_BSCD=larger.values_BSCD, pinned_keys_BSPD=self.pinned_keys_BSPD
+        )
+
+    def write(self, slot: int, keys_BSTD: Tensor, values_BSTD: Tensor) -> None:
+        """Write rows into consecutive slots, the same in every batch row and head."""
+        rows = keys_BSTD.shape[2]
+        self.keys_BSCD[:, :, slot : slot + rows] = keys_BSTD
+        self.values_BSCD[:, :, slot : slot + rows] = values_BSTD
+
+    def write_at(self, slot_B: Tensor, keys_BS1D: Tensor, values_BS1D: Tensor) -> None:
+        """Write one row per batch row, each into a slot of its own (the same for all heads)."""
+        batch = torch.arange(slot_B.shape[0], device=slot_B.device)
+        self.keys_BSCD[batch, :, slot_B] = keys_BS1D[:, :, 0]
+        self.values_BSCD[batch, :, slot_B] = values_BS1D[:, :, 0]
+
+    def batch(self, index_B: Tensor) -> DenseRows:
+        """Return buffers with their batch rows selected, repeated or reordered (always a copy)."""
+        pinned = self.pinned_keys_BSPD
+        return DenseRows(
+            keys_BSCD=self.keys_BSCD.index_select(0, index_B),
+            values_BSCD=self.values_BSCD.index_select(0, index_B),
+            pinned_keys_BSPD=None if pinned is None else pinned.index_select(0, index_B),
+        )
+
+    def copied(self) -> DenseRows:
+        """Return an independent copy."""
+        pinned = self.pinned_keys_BSPD
+        return DenseRows(
+            keys_BSCD=self.keys_BSCD.clone(),
+            values_BSCD=self.values_BSCD.clone(),
+            pinned_keys_BSPD=None if pinned is None else pinned.clone(),
+        )
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return every tensor this object keeps alive."""
+        pinned = () if self.pinned_keys_BSPD is None else (self.pinned_keys_BSPD,)
+        return (self.keys_BSCD, self.values_BSCD, *pinned)
+
+
+def _empty_slots(like_BSTD: Tensor, slots: int) -> Tensor:
+    batch, heads, _, dim = like_BSTD.shape
+    return torch.empty((batch, heads, slots, dim), dtype=like_BSTD.dtype, device=like_BSTD.device)

@@ -1,0 +1,1 @@
+"""Tests of the records, their validation and the cost formulas."""
