@@ -1,1 +1,1 @@
-"""Placeholder."""
+"""Shipped YAML: policies, sweeps, models."""

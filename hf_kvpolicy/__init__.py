@@ -25,6 +25,7 @@ from .errors import (
     UnsupportedModelError,
 )
 from .ledger import Ledger
+from .persistence import load_cache
 from .policies import FullCache, RandomCache, SlidingWindowCache, SnapKVCache, StreamingLLMCache
 from .registry import (
     available_policies,
@@ -60,6 +61,7 @@ __all__ = [
     "attached_backend",
     "available_policies",
     "detach",
+    "load_cache",
     "load_policy",
     "make_cache",
     "register_model_patch",

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from transformers import PreTrainedModel
 
-from .backends import backend_of, registered_name, stock_attention
+from .backends import BACKENDS, admit_backend, backend_of, registered_name, stock_attention
 from .cache import PolicyCache
 from .compat import cache_of_call, set_implementation
 from .errors import UnsupportedModelError
@@ -43,18 +43,19 @@ def attach(model: _Model, backend: str | None = None) -> _Model:
     patch = model_patch(inner.config if getattr(inner.config, "is_encoder_decoder", False) else config)
     if config.model_type in NAME_BRANCHING_MODEL_TYPES:
         raise UnsupportedModelError(
-            f"{config.model_type!r} models compare the attention implementation with fixed names and would take another "
-            "path under ours; this family is not handled yet."
+            f"{config.model_type!r} models compare the attention implementation with fixed names and would take "
+            "another path under ours; this family is not handled yet."
         )
     before = str(inner.config._attn_implementation)
     name = registered_name(backend or backend_of(before) or before)
+    admit_backend(BACKENDS[name])
     if before != name and not set_implementation(inner, name):
         raise UnsupportedModelError(
             f"{type(inner).__name__} keeps its own attention implementation ({inner.config._attn_implementation!r}); "
             "it does not run through transformers' attention interface."
         )
     decoder = patch.decoder(inner)
-    stock_attention(backend_of(name) or "sdpa", _first_attention(decoder))
+    stock_attention(BACKENDS[name], _first_attention(decoder))
     if not _hooks(decoder):
         decoder.register_forward_pre_hook(_before_forward, with_kwargs=True)
     return model
@@ -89,8 +90,8 @@ def unwrap(model: torch.nn.Module) -> PreTrainedModel:
     inner = getter() if getter is not None else model
     if not isinstance(inner, PreTrainedModel):
         raise UnsupportedModelError(
-            f"{type(model).__name__} is not a transformers model. Give the model that from_pretrained returned, or a PEFT "
-            "wrapper of it."
+            f"{type(model).__name__} is not a transformers model. Give the model that from_pretrained returned, or a "
+            "PEFT wrapper of it."
         )
     return inner
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backends import BACKENDS, stock_attention
+from .backends import BACKENDS, run_stock
 from .compat import register_attention
 from .errors import IntegrityError
 from .frame import STEP
@@ -40,13 +40,10 @@ def _attention(
     if step is None:
         if isinstance(attention_mask, MaskRecord):
             raise IntegrityError(
-                f"Layer {getattr(module, 'layer_idx', '?')} attends under a policy cache's mask, but that cache was not "
-                "updated in this thread just before. Run the whole forward in one thread, with one cache."
+                f"Layer {getattr(module, 'layer_idx', '?')} attends under a policy cache's mask, but that cache was "
+                "not updated in this thread just before. Run the whole forward in one thread, with one cache."
             )
-        output: tuple[Tensor, Tensor | None] = stock_attention(backend, module)(
-            module, query, key, value, attention_mask, **kwargs
-        )
-        return output
+        return run_stock(backend, module, query, key, value, attention_mask, **kwargs)
     STEP.set(None)
     layer = getattr(module, "layer_idx", None)
     if key is not step.keys or value is not step.values or layer != step.layer:

@@ -1,7 +1,7 @@
 """Which backend executes a view, and how a dense view is executed without expanding KV heads.
 
-Letters: B batch rows, Q query heads, S stored heads, G query heads per stored head, T queries, N rows, D head dimension,
-M mask heads (S or 1).
+Letters: B batch rows, Q query heads, S stored heads, G query heads per stored head, T queries, N rows, D head
+dimension, M mask heads (S or 1).
 """
 
 from __future__ import annotations
@@ -14,10 +14,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .compat import attention_function
+from .compat import attention_function, backend_is_available
 from .errors import BackendAdmissionError, UnsupportedModelError
 
-__all__ = ["BACKENDS", "attend_view", "backend_of", "grouped_attention", "registered_name", "stock_attention"]
+__all__ = [
+    "BACKENDS",
+    "admit_backend",
+    "attend_view",
+    "backend_of",
+    "grouped_attention",
+    "registered_name",
+    "run_stock",
+    "stock_attention",
+]
 
 # Our registered name -> transformers' own name. No name may contain "flash": transformers would look for a kernel.
 BACKENDS = {
@@ -27,6 +36,9 @@ BACKENDS = {
     "kvpolicy_fa3": "flash_attention_3",
     "kvpolicy_flex": "flex_attention",
 }
+
+# Features of attention that change what a row contributes; families that use them are not handled yet.
+_UNHANDLED = ("softcap", "s_aux", "position_bias")
 
 # Mask elements materialised at once when many queries attend over a compressed cache.
 _MASK_BLOCK_ELEMENTS = 1 << 23
@@ -46,6 +58,19 @@ def registered_name(backend: str) -> str:
         f"The attention implementation {backend!r} cannot be wrapped; the model must use one of: {allowed}. "
         'Call attach(model, backend="sdpa"), or load the model with one of these.'
     )
+
+
+def admit_backend(backend: str) -> None:
+    """Probe that a backend of transformers can run here.
+
+    Raises:
+        BackendAdmissionError: its package is not installed, or there is no device for it.
+    """
+    if not backend_is_available(backend):
+        raise BackendAdmissionError(
+            f"The backend {backend!r} cannot run here: its package is missing, or there is no GPU it supports. "
+            'Install it, or call attach(model, backend="sdpa").'
+        )
 
 
 def backend_of(implementation: str) -> str | None:
@@ -69,6 +94,49 @@ def stock_attention(backend: str, module: torch.nn.Module) -> Callable[..., Any]
     return found
 
 
+def run_stock(
+    backend: str,
+    module: torch.nn.Module,
+    query_BQTD: Tensor,
+    keys_BHND: Tensor,
+    values_BHND: Tensor,
+    mask: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Run transformers' own attention function exactly as it would run without us."""
+    attention = stock_attention(backend, module)
+    # The flash functions choose their kernel by the implementation's name in the config, which is ours now.
+    seen = _ModuleUnder(module, backend) if backend.startswith("flash") else module
+    output: tuple[Tensor, Tensor | None] = attention(seen, query_BQTD, keys_BHND, values_BHND, mask, **kwargs)
+    return output
+
+
+class _Under:
+    """Reads through to an object."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+
+class _ConfigUnder(_Under):
+    """A config that names transformers' implementation instead of ours."""
+
+    def __init__(self, target: Any, backend: str) -> None:
+        super().__init__(target)
+        self._attn_implementation = backend
+
+
+class _ModuleUnder(_Under):
+    """An attention module whose config names transformers' implementation instead of ours."""
+
+    def __init__(self, module: torch.nn.Module, backend: str) -> None:
+        super().__init__(module)
+        self.config = _ConfigUnder(module.config, backend)
+
+
 def attend_view(
     backend: str,
     module: torch.nn.Module,
@@ -76,22 +144,26 @@ def attend_view(
     keys_BSND: Tensor,
     values_BSND: Tensor,
     mask_BMTN: Tensor | None,
-    *,
-    scaling: float,
-    dropout: float,
-    extras: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> Tensor:
-    """Attend over a dense view of unequal history; returns [B, T, Q, D].
+    """Attend over a dense view of unequal history; returns [B, T, Q, D]. `arguments` are the model's own for attention.
 
     `eager` runs the family's own function, flash runs where the view needs no mask, all else (and flash with a mask) is
     exact grouped SDPA over the same rows: nothing is padded or densified.
     """
-    _refuse_extras(extras)
+    for name in _UNHANDLED:
+        if arguments.get(name) is not None:
+            raise BackendAdmissionError(
+                f"The model passes {name!r} to attention, which is not handled over a compressed cache yet."
+            )
+    scaling, dropout = arguments["scaling"], arguments.get("dropout", 0.0)
+    if backend == "sdpa":
+        return grouped_attention(query_BQTD, keys_BSND, values_BSND, mask_BMTN, scaling=scaling, dropout=dropout)
     if backend == "eager":
         return _eager(module, query_BQTD, keys_BSND, values_BSND, mask_BMTN, scaling, dropout)
     if backend.startswith("flash") and mask_BMTN is None and keys_BSND.shape[1] * _group(module) == query_BQTD.shape[1]:
-        attention = stock_attention(backend, module)
-        return attention(module, query_BQTD, keys_BSND, values_BSND, None, dropout=dropout, scaling=scaling)[0]
+        unmasked = {"scaling": scaling, "dropout": dropout}
+        return run_stock(backend, module, query_BQTD, keys_BSND, values_BSND, None, **unmasked)[0]
     return grouped_attention(query_BQTD, keys_BSND, values_BSND, mask_BMTN, scaling=scaling, dropout=dropout)
 
 
@@ -108,6 +180,16 @@ def grouped_attention(
     batch, query_heads, tokens, dim = query_BQTD.shape
     stored, rows = keys_BSND.shape[1], keys_BSND.shape[2]
     group = query_heads // stored
+    if tokens == 1:
+        one = functional.scaled_dot_product_attention(
+            query_BQTD.reshape(batch, stored, group, dim),
+            keys_BSND,
+            values_BSND,
+            attn_mask=mask_BMTN,
+            dropout_p=dropout,
+            scale=scaling,
+        )
+        return one.reshape(batch, 1, query_heads, -1)
     block = tokens if mask_BMTN is None else max(1, _MASK_BLOCK_ELEMENTS // max(1, group * rows * mask_BMTN.shape[1]))
     parts = []
     for start in range(0, tokens, block):
@@ -147,14 +229,4 @@ def _eager(
         bias = torch.zeros(mask_BMTN.shape, dtype=query_BQTD.dtype, device=query_BQTD.device)
         bias = bias.masked_fill_(~mask_BMTN, floor)
         bias = bias if bias.shape[1] == 1 else bias.repeat_interleave(group, dim=1)
-    attention = stock_attention("eager", module)
-    output: Tensor = attention(module, query_BQTD, keys_BSND, values_BSND, bias, scaling=scaling, dropout=dropout)[0]
-    return output
-
-
-def _refuse_extras(extras: dict[str, Any]) -> None:
-    for name in ("softcap", "s_aux", "position_bias"):
-        if extras.get(name) is not None:
-            raise BackendAdmissionError(
-                f"The model passes {name!r} to attention, which is not handled over a compressed cache yet."
-            )
+    return run_stock("eager", module, query_BQTD, keys_BSND, values_BSND, bias, scaling=scaling, dropout=dropout)[0]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 import weakref
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,12 +30,17 @@ if TYPE_CHECKING:
 
 __all__ = ["PolicyCache"]
 
+_T = TypeVar("_T")
+
 
 class PolicyCache(Cache):  # type: ignore[misc]
     """Base of all policy caches. Pass it to `model(...)` or `model.generate(...)` like any transformers cache.
 
     Lengths: `get_seq_length()` counts every column ever fed (pads included), never what is stored;
     `stored_rows(layer)` counts what is stored.
+
+    Stored rows carry no gradient: run under `torch.no_grad()` or `torch.inference_mode()`, or expect gradients of the
+    current forward's own tokens only.
     """
 
     def __init__(self, model_or_config: PreTrainedModel | PreTrainedConfig, composition: Composition) -> None:
@@ -52,7 +58,10 @@ class PolicyCache(Cache):  # type: ignore[misc]
         self._identity = Identity(request_id=uuid.uuid4().hex)
         self._manifest: KVVisibilityPolicyManifest | None = None
         self._runtime = Runtime(
-            composition, self._geometry, rotary=self._rotary_spec, element_bytes=self._element_bytes
+            composition,
+            self._geometry,
+            rotary=_weakly(self._rotary_spec),
+            element_bytes=_weakly(self._element_bytes),
         )
         super().__init__(layers=[PolicyLayer(self, layer) for layer in range(self._geometry.num_layers)])
         if model is not None:
@@ -84,14 +93,15 @@ class PolicyCache(Cache):  # type: ignore[misc]
             raise BackendAdmissionError(
                 "A policy cache cannot be used inside torch.compile yet; run the model eagerly."
             )
-        step = self._runtime.step
-        if step is None or active_cache() is not self:
+        # A layer before this one whose attention never came: what a dead forward left open let an unattached model in.
+        unattended = STEP.get() is not None
+        if unattended or active_cache() is not self or not self._runtime.begun_here():
             raise ConfigError(
                 "This model was not made ready for policy caches, so the cache would run without its attention step. "
-                "Call hf_kvpolicy.attach(model) once (making the cache from the model does it), and call the whole model "
-                "rather than single layers."
+                "Call hf_kvpolicy.attach(model) once (making the cache from the model does it), and call the whole "
+                "model rather than single layers."
             )
-        keys, values = step.update(layer_idx, key_states, value_states)
+        step, keys, values = self._runtime.update(layer_idx, key_states, value_states)
         STEP.set(LayerStep(step, layer_idx, keys, values))
         return keys, values
 
@@ -213,9 +223,14 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def manifest(self) -> KVVisibilityPolicyManifest:
         """The immutable meaning of this cache's policy on this model."""
         if self._manifest is None:
-            dtype = self._dtype()
+            dtype, decoder = self._dtype(), self._decoder
             self._manifest = manifest_of(
-                self.composition, self._geometry, self._patch.key_stage, dtype, self._checkpoint_fingerprint
+                self.composition,
+                self._geometry,
+                self._patch.key_stage,
+                dtype,
+                # Not a method of the cache: a manifest that somebody keeps must not keep the cache's rows.
+                lambda: checkpoint_fingerprint(None if decoder is None else decoder()),
             )
         return self._manifest
 
@@ -258,9 +273,21 @@ class PolicyCache(Cache):  # type: ignore[misc]
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin._identity = Identity(request_id=uuid.uuid4().hex)
-        twin._runtime = self._runtime.fork(rotary=twin._rotary_spec, element_bytes=twin._element_bytes)
+        twin._runtime = self._runtime.fork(
+            rotary=_weakly(twin._rotary_spec), element_bytes=_weakly(twin._element_bytes)
+        )
         twin.layers = [PolicyLayer(twin, layer) for layer in range(self._geometry.num_layers)]
         return twin
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write this cache to a directory; `hf_kvpolicy.load_cache(directory, model)` continues it bit for bit.
+
+        Raises:
+            ConfigError: tokens wait for acceptance (call `crop(0)` first), or the directory holds something else.
+        """
+        from .persistence import save_cache
+
+        save_cache(self, directory)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Deep copies are forks; the model is not copied."""
@@ -300,8 +327,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
         rows = max(1, self._runtime.snapshot.batch_size)
         if not 0 <= layer < self.num_layers or not 0 <= batch < rows:
             raise ConfigError(
-                f"Layer {layer}, batch row {batch} was asked for; this cache has layers 0..{self.num_layers - 1} and batch "
-                f"rows 0..{rows - 1}."
+                f"Layer {layer}, batch row {batch} was asked for; this cache has layers 0..{self.num_layers - 1} and "
+                f"batch rows 0..{rows - 1}."
             )
 
     def _rotary_spec(self) -> RotarySpec:
@@ -322,9 +349,17 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def _element_bytes(self) -> int:
         return self._dtype().itemsize
 
-    def _checkpoint_fingerprint(self) -> str:
-        decoder = None if self._decoder is None else self._decoder()
-        return checkpoint_fingerprint(decoder)
+
+def _weakly(method: Callable[[], _T]) -> Callable[[], _T]:
+    """Return a bound method that does not keep its cache alive: a cycle would hold buffers until a collection runs."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> _T:
+        found = reference()
+        assert found is not None, "a runtime runs only while its cache lives"
+        return found()
+
+    return call
 
 
 def _model_and_config(given: Any) -> tuple[Any, Any]:

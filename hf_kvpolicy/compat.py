@@ -7,19 +7,27 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
+import transformers
 from transformers import PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    causal_mask_function,
+    sliding_window_causal_mask_function,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 __all__ = [
     "CACHE_NAMES",
     "attention_function",
+    "backend_is_available",
     "cache_argument",
     "cache_of_call",
     "is_plain_causal",
     "mask_function",
+    "mask_rule",
     "register_attention",
     "set_implementation",
+    "transformers_version",
 ]
 
 # Keyword of the cache in forward and generate: `cache` from 5.23 on, `past_key_values` before.
@@ -41,6 +49,14 @@ def cache_of_call(arguments: Mapping[str, Any]) -> Any:
         if arguments.get(name) is not None:
             return arguments[name]
     return None
+
+
+def backend_is_available(name: str) -> bool:
+    """Whether an attention implementation of transformers can run on this machine."""
+    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+    probes = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
+    return bool(probes[name]()) if name in probes else True
 
 
 def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
@@ -73,3 +89,16 @@ def set_implementation(model: PreTrainedModel, name: str) -> bool:
 def is_plain_causal(function: Callable[..., Any]) -> bool:
     """Whether a mask function is the unmodified causal one."""
     return function is causal_mask_function
+
+
+def mask_rule(window_tokens: int | None) -> Callable[..., Any]:
+    """Return transformers' own index rule: plain causal, or a sliding window of that many tokens, self included."""
+    rule: Callable[..., Any] = (
+        causal_mask_function if window_tokens is None else sliding_window_causal_mask_function(window_tokens)
+    )
+    return rule
+
+
+def transformers_version() -> str:
+    """Return the running release, for records."""
+    return str(transformers.__version__)

@@ -56,8 +56,8 @@ def load_policy(source: str | Path | Mapping[str, Any]) -> PolicySpec:
     data = _read(source)
     if not isinstance(data, Mapping) or not isinstance(data.get("policy"), str):
         raise ConfigError(
-            f"A policy file is a mapping with `policy: NAME` and its options, for example `policy: snapkv`, `budget: 1024`; "
-            f"got {data!r}."
+            f"A policy file is a mapping with `policy: NAME` and its options, for example `policy: snapkv`, `budget: "
+            f"1024`; got {data!r}."
         )
     return _spec(data["policy"], {str(key): value for key, value in data.items() if key != "policy"})
 
@@ -80,6 +80,8 @@ def _spec(name: str, options: dict[str, Any]) -> PolicySpec:
 def _read(source: str | Path | Mapping[str, Any]) -> Any:
     if isinstance(source, Mapping):
         return source
+    if not isinstance(source, str | Path):
+        raise ConfigError(f"A policy is read from a YAML file's path or from a mapping; got {type(source).__name__}.")
     import yaml
 
     path = Path(source)

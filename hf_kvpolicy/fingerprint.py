@@ -13,8 +13,17 @@ __all__ = ["checkpoint_fingerprint"]
 
 _SAMPLED_TENSORS = 8
 _SAMPLED_ELEMENTS = 256
-# Entries of a config that describe how it is run or where it came from, not what was trained.
-_RUNTIME_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "attn_implementation")
+# Entries of a config that describe how it is run, where it came from or what wraps the decoder, not what was trained.
+# Saving a model fills in `architectures`.
+_RUNTIME_KEYS = (
+    "_name_or_path",
+    "architectures",
+    "attn_implementation",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
 
 
 def checkpoint_fingerprint(decoder: torch.nn.Module | None) -> str:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from .cache import PolicyCache
 
-__all__ = ["FRAME", "STEP", "LayerStep", "active_cache", "enter_forward"]
+__all__ = ["FRAME", "STEP", "LayerStep", "active_cache", "enter_forward", "leave_forward"]
 
 FRAME: ContextVar[weakref.ref[PolicyCache] | None] = ContextVar("hf_kvpolicy_frame", default=None)
 
@@ -45,3 +45,8 @@ def active_cache() -> PolicyCache | None:
     """Return the policy cache of the forward that runs in this context, or None."""
     reference = FRAME.get()
     return None if reference is None else reference()
+
+
+def leave_forward() -> None:
+    """Close a forward: a later mask or attention call of another model must not meet it."""
+    FRAME.set(None)

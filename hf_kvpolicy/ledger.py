@@ -1,8 +1,8 @@
 """What a cache holds, byte for byte: declared by formula, measured from tensor storages (sections 0x02A-0x02F).
 
 Terms: payload = live rows; slack = slots that hold no live row; positions = columns and token positions of slots;
-validity = live flags and the mask of columns fed; scores = queries held for a later selection; protected = pristine keys
-of re-rotated rows. Transient peak is the most that was alive at once during a forward.
+validity = live flags and the mask of columns fed; scores = queries held for a later selection; protected = pristine
+keys of re-rotated rows. Transient peak is the most that was alive at once during a forward.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -153,14 +154,22 @@ def receipt_of(runtime: Runtime, manifest: KVVisibilityPolicyManifest, identity:
 
 
 def _positions_source(runtime: Runtime, snapshot: Snapshot) -> LazyPositions:
+    # Weak, and by number: a record that somebody keeps must not keep the rows of its generation.
+    reference, numbers = weakref.ref(runtime), snapshot.generations
+
     def read() -> list[list[list[int]]]:
-        if runtime.snapshot is not snapshot:
-            raise StaleGenerationError(
-                f"The positions of generation {snapshot.generations.cache} were never read, and the cache has published "
-                f"generation {runtime.snapshot.generations.cache} since. Read positions while their state is current."
+        runtime = reference()
+        if runtime is None or runtime.snapshot.generations != numbers:
+            now = (
+                "is gone" if runtime is None else f"has published generation {runtime.snapshot.generations.cache} since"
             )
+            raise StaleGenerationError(
+                f"The positions of generation {numbers.cache} were never read, and the cache {now}. "
+                "Read positions while their state is current."
+            )
+        rows = runtime.snapshot.batch_size
         return [
-            [tokens.tolist() for batch in range(snapshot.batch_size) for tokens in positions_of(runtime, layer, batch)]
+            [tokens.tolist() for batch in range(rows) for tokens in positions_of(runtime, layer, batch)]
             for layer in range(runtime.geometry.num_layers)
         ]
 

@@ -43,8 +43,8 @@ class RotaryDecoderPatch:
         kind = str(getattr(module, "rope_type", "default"))
         if kind in _LENGTH_DEPENDENT:
             raise UnsupportedModelError(
-                f"positions='cache_local' moves rotated keys, but this model's rotation ({kind!r}) depends on the sequence "
-                "length and cannot be moved afterwards. Use positions='original'."
+                f"positions='cache_local' moves rotated keys, but this model's rotation ({kind!r}) depends on the "
+                "sequence length and cannot be moved afterwards. Use positions='original'."
             )
         frequencies = getattr(module, "inv_freq", None)
         if not isinstance(frequencies, torch.Tensor):

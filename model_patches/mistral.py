@@ -1,7 +1,7 @@
 """Mistral: as Llama, with or without a sliding window in every layer.
 
-With a window (`sliding_window` in the config) the policy acts on all layers, and the window is evaluated on the columns of
-the rows each layer really holds: a row that left the window is masked whether or not the policy kept it.
+With a window (`sliding_window` in the config) the policy acts on all layers, and the window is evaluated on the
+columns of the rows each layer really holds: a row that left the window is masked whether or not the policy kept it.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 from ..errors import BudgetError
@@ -45,7 +46,9 @@ class Budget:
             return [int(self.value)] * len(prompt_tokens)
         if self.kind == "ratio":
             # Short prompts must still hold the protected rows: the floor is the policy's minimum.
-            return [max(minimum_rows, int(self.value * tokens)) for tokens in prompt_tokens]
+            # The declared decimal is meant, not its binary neighbour: 0.29 of 100 tokens is 29 rows.
+            share = Fraction(str(self.value))
+            return [max(minimum_rows, int(share * tokens)) for tokens in prompt_tokens]
         rows = int(self.value) // (owners_per_row * len(prompt_tokens) * row_bytes)
         if rows < minimum_rows:
             needed = minimum_rows * owners_per_row * len(prompt_tokens) * row_bytes
@@ -77,7 +80,7 @@ def parse_budget(value: int | float | str) -> Budget:
     if isinstance(value, str):
         match = _BYTES_PATTERN.match(value)
         if match and match.group(2).lower() in _UNITS_BYTES:
-            size_bytes = int(float(match.group(1)) * _UNITS_BYTES[match.group(2).lower()])
+            size_bytes = int(Fraction(match.group(1)) * _UNITS_BYTES[match.group(2).lower()])
             if size_bytes > 0:
                 return Budget(kind="bytes", value=size_bytes, declared=value)
         raise BudgetError(f"{value!r} is not a byte size. {allowed}")

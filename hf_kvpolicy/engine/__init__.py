@@ -1,7 +1,9 @@
 """The engine: one forward is one transaction over one published snapshot."""
 
 from .composition import Composition, Schedule
-from .runtime import MAX_ROLLBACK_TOKENS, RunStatistics, Runtime
+from .plan import MAX_ROLLBACK_TOKENS
+from .published import RunStatistics
+from .runtime import Runtime
 from .snapshot import Frontier, OpenSegment, Snapshot
 
 __all__ = [

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..contract import Phase
 from ..frame import LayerStep
 from ..masks import MaskRecord
-from ..storage import DenseRows, RowMap, growth_slots
+from ..storage import DenseRows, RowMap, growth_slots, stored_tensors
 from .queries import QueryWindow, held, hold_window
 from .snapshot import OpenSegment, Snapshot
 from .step import Step
@@ -41,19 +41,18 @@ class AppendStep(Step):
         used, length = self.snapshot.width, self.inputs.length
         keys, values = self.stored(keys_BHTD), self.stored(values_BHTD)
         rows = self._buffers(layer, keys, values)
+        self.place_pinned(layer, rows)
         rows.write(used, keys, values)
-        self.place_pinned(rows)
         self.rows[layer] = rows
-        if not used:
-            return keys_BHTD, values_BHTD
-        return rows.keys_BSCD[:, :, : used + length], rows.values_BSCD[:, :, : used + length]
+        return rows.view(used + length) if used else (keys_BHTD, values_BHTD)
 
     def attended(self, layer: int, query_BQTD: Tensor, step: LayerStep, record: MaskRecord, scaling: float) -> None:
         if self.holds_queries is not None:
             before = self.snapshot.open_segment
             if self._window is not None:
                 old = before.queries_BQWD[layer] if before is not None and before.queries_BQWD else None
-                self._queries[layer] = held(old, query_BQTD, self._window)
+                with stored_tensors():
+                    self._queries[layer] = held(old, query_BQTD, self._window)
             if self._segment is None:
                 start = self.snapshot.frontier.columns
                 self._segment = OpenSegment(start_column=start, rule=record.rule_only(), scaling=scaling)
@@ -68,7 +67,9 @@ class AppendStep(Step):
         segment = old.open_segment
         if self.holds_queries is not None and self._segment is not None:
             queries = tuple(self._queries[i] for i in range(layers)) if self._window is not None else ()
-            segment = replace(self._segment, queries_BQWD=queries, window=self._window)
+            # Where the held queries came from is of no use later, and would keep a larger tensor alive.
+            window = None if self._window is None else replace(self._window, index_BW=None)
+            segment = replace(self._segment, queries_BQWD=queries, window=window)
         tail_before = old.tail_counts or (0,) * self.inputs.batch
         return replace(
             old,

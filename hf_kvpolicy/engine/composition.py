@@ -71,15 +71,15 @@ class Composition:
             raise ConfigError(f"{self.policy}: sinks, window and protected token positions cannot be negative.")
         if self.owner == "query_head" and self.unit != "head":
             raise ManifestError(
-                f"{self.policy}: owner='query_head' gives every query head rows of its own, but unit={self.unit!r} shares "
-                "one set. Use unit='head', or owner='kv_head'."
+                f"{self.policy}: owner='query_head' gives every query head rows of its own, but unit={self.unit!r} "
+                "shares one set. Use unit='head', or owner='kv_head'."
             )
         if self.budget is not None and self.budget.kind == "rows":
             self.check_rows(int(self.budget.value))
         if self.budget is not None and self.budget.kind == "ratio" and self.chunked_prefill == "bounded":
             raise BudgetError(
-                f"{self.policy}: a ratio budget needs the whole prompt, but chunked_prefill='bounded' must hold it before "
-                "the prompt has ended. Give rows or bytes, or chunked_prefill='hold'."
+                f"{self.policy}: a ratio budget needs the whole prompt, but chunked_prefill='bounded' must hold it "
+                "before the prompt has ended. Give rows or bytes, or chunked_prefill='hold'."
             )
 
     @property

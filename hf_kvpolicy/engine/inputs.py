@@ -52,8 +52,8 @@ def read_inputs(module: torch.nn.Module, arguments: Mapping[str, Any], snapshot:
     frontier = snapshot.frontier
     if length == 0:
         raise ConfigError(
-            f"The forward brings no new token, but the cache already holds {frontier.columns} columns. If this is a new, "
-            "shorter prompt, call cache.reset() first; if it continues, pass the whole conversation so far."
+            f"The forward brings no new token, but the cache already holds {frontier.columns} columns. If this is a "
+            "new, shorter prompt, call cache.reset() first; if it continues, pass the whole conversation so far."
         )
     if frontier.columns and batch != snapshot.batch_size:
         raise ConfigError(
@@ -86,8 +86,8 @@ def _refuse_modes(module: torch.nn.Module, arguments: Mapping[str, Any]) -> None
     config: Any = module.config
     if torch.compiler.is_compiling():
         raise BackendAdmissionError(
-            "A policy cache cannot be used inside torch.compile yet. Run the model eagerly: do not compile it, and pass "
-            "disable_compile=True to generate."
+            "A policy cache cannot be used inside torch.compile yet. Run the model eagerly: do not compile it, and "
+            "pass disable_compile=True to generate."
         )
     use_cache = arguments.get("use_cache")
     if (config.use_cache if use_cache is None else use_cache) is False:
@@ -114,13 +114,14 @@ def _two_dimensional(mask: Any, batch: int, columns: int, device: torch.device) 
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ConfigError(
-            f"The attention mask must be 2-D (batch, columns) so that it can follow the rows the cache keeps; got {shape}. "
-            "Prepared 4-D masks are tied to an uncompressed cache."
+            f"The attention mask must be 2-D (batch, columns) so that it can follow the rows the cache keeps; got "
+            f"{shape}. Prepared 4-D masks are tied to an uncompressed cache."
         )
     if tuple(mask.shape) != (batch, columns):
         raise ConfigError(
-            f"The attention mask has shape {tuple(mask.shape)}, but the cache has been fed so many columns that it must "
-            f"be ({batch}, {columns}): every column ever fed (padding included), then the new ones."
+            f"The attention mask has shape {tuple(mask.shape)}, but the cache has been fed so many columns that it "
+            f"must be ({batch}, {columns}): every column ever fed (padding included), then the new ones. Feed no token "
+            "again; for a new prompt call cache.reset() or make a new cache."
         )
     return mask.to(device=device, dtype=torch.bool)
 
@@ -130,10 +131,8 @@ def _new_columns(mask: Tensor | None, frontier: Frontier) -> tuple[Tensor | None
     if mask is None or bool(mask.all()):
         return None, None, True
     past = mask[:, : frontier.columns]
-    if frontier.seen_BF is None:
-        unchanged = bool(past.all())
-    else:
-        unchanged = torch.equal(past, frontier.seen_BF.to(past.device))
+    seen = frontier.seen_BF
+    unchanged = bool(past.all()) if seen is None else torch.equal(past, seen.to(past.device))
     real = mask[:, frontier.columns :]
     if bool(real.all()):
         return None, None if unchanged else mask, True
@@ -159,16 +158,13 @@ def _position_offsets(
     """Check that each row's first new token takes the row's next position; return position minus token index."""
     if position_ids is None:
         # The model then numbers by column.
-        position_ids = torch.arange(frontier.columns, frontier.columns + length)[None]
+        device = None if real is None else real.device
+        position_ids = torch.arange(frontier.columns, frontier.columns + length, device=device)[None]
     if position_ids.ndim != 2 or position_ids.shape[1] != length:
         raise ConfigError(
             f"position_ids must have one position per new token, (batch, {length}); got {tuple(position_ids.shape)}."
         )
-    first = [0] * batch if real is None else [int(i) for i in real.int().argmax(-1).tolist()]
-    has_real = [True] * batch if real is None else [bool(x) for x in real.any(-1).tolist()]
-    positions = position_ids.expand(batch, -1)
-    index = torch.tensor(first, device=positions.device)[:, None]
-    starts = [int(p) for p in positions.gather(1, index)[:, 0].tolist()]
+    starts, has_real = _starts(position_ids, real, batch)
     known = frontier.position_offsets or (None,) * batch
     tokens = frontier.tokens or (0,) * batch
     offsets: list[int | None] = []
@@ -185,3 +181,13 @@ def _position_offsets(
             )
         offsets.append(offset)
     return tuple(offsets)
+
+
+def _starts(position_ids: Tensor, real: Tensor | None, batch: int) -> tuple[list[int], list[bool]]:
+    """Return the position of each row's first real token, and whether it has one."""
+    if real is None:
+        starts = [int(p) for p in position_ids[:, 0].tolist()]
+        return (starts * batch if len(starts) == 1 else starts), [True] * batch
+    positions = position_ids.expand(batch, -1)
+    first = real.int().argmax(-1, keepdim=True).to(positions.device)
+    return [int(p) for p in positions.gather(1, first)[:, 0].tolist()], [bool(x) for x in real.any(-1).tolist()]

@@ -6,6 +6,7 @@ same evidence is its oracle.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -41,9 +42,10 @@ class RingStep(Step):
         self.budget_rows = budget
         policy = self.runtime.composition
         self._pinned = policy.pinned_tokens if policy.positions == "cache_local" else ()
+        self._limit = max(budget) + 1 + len(self._pinned)
         base = snapshot.maps[0]
-        self._slot_B, self.width_after = _choose_slot(base, len(self._pinned))
-        self._pin_new_rows()
+        self._newly_pinned = self._pins_among_new()
+        self._slot_B, self.width_after = _choose_slot(base, snapshot.counts, len(self._pinned), self._newly_pinned)
         self._candidate = self._with_candidate(base)
         self._view = self._candidate
         # One host number where one slot serves the whole batch: a plain copy instead of a scatter.
@@ -52,20 +54,21 @@ class RingStep(Step):
 
     def append(self, layer: int, keys_BHTD: Tensor, values_BHTD: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self.stored(keys_BHTD), self.stored(values_BHTD)
-        limit = max(self.budget_rows) + 1 + len(self._pinned)
-        rows = self.snapshot.rows[layer].grown(self.snapshot.width, self.width_after, limit=limit)
-        if self._slot is not None:
-            rows.write(self._slot, keys, values)
-        else:
-            if self.width_after > self.snapshot.width:
-                # A slot that joins the rectangle must hold finite numbers in every batch row, dead or not.
-                rows.write(self.snapshot.width, keys, values)
+        rows = self.snapshot.rows[layer].grown(self.snapshot.width, self.width_after, limit=self._limit)
+        self.place_pinned(layer, rows)
+        joins = self.width_after > self.snapshot.width
+        if joins:
+            # A slot that joins the rectangle must hold finite numbers in every batch row, dead or not: the new row may
+            # go to a pinned slot instead.
+            rows.write(self.snapshot.width, keys, values)
+        if self._slot is None:
             rows.write_at(self._slot_B, keys, values)
+        elif not joins or self._slot != self.snapshot.width:
+            rows.write(self._slot, keys, values)
         if self._newly_pinned:
             self._write_pristine(rows, keys)
-        self.place_pinned(rows)
         self.rows[layer] = rows
-        return rows.keys_BSCD[:, :, : self.width_after], rows.values_BSCD[:, :, : self.width_after]
+        return rows.view(self.width_after)
 
     def attended(self, layer: int, query_BQTD: Tensor, step: LayerStep, record: MaskRecord, scaling: float) -> None:
         if self.rows[layer] is not self.snapshot.rows[layer]:
@@ -88,14 +91,13 @@ class RingStep(Step):
             evicted_at_column=frontier.columns if any(over) else self.snapshot.evicted_at_column,
         )
 
-    def _pin_new_rows(self) -> None:
-        """Send a new row that is protected for ever to its reserved slot."""
-        self._newly_pinned: list[tuple[int, int]] = []
-        for row, token in enumerate(self.snapshot.frontier.tokens):
-            if token in self._pinned and self.inputs.new_tokens[row]:
-                self._newly_pinned.append((row, self._pinned.index(token)))
-        for row, rank in self._newly_pinned:
-            self._slot_B[row] = rank
+    def _pins_among_new(self) -> list[tuple[int, int]]:
+        """Return (batch row, reserved slot) of new rows that are protected for ever."""
+        return [
+            (row, self._pinned.index(token))
+            for row, token in enumerate(self.snapshot.frontier.tokens)
+            if token in self._pinned and self.inputs.new_tokens[row]
+        ]
 
     def _write_pristine(self, rows: DenseRows, keys_BS1D: Tensor) -> None:
         assert rows.pinned_keys_BSPD is not None
@@ -134,10 +136,23 @@ class RingStep(Step):
         return RowMap(columns_BMW=table.columns_BMW, tokens_BMW=tokens, live_BMW=live, ordered=False)
 
 
-def _choose_slot(base: RowMap, pinned: int) -> tuple[Tensor, int]:
-    """Return a dead slot per batch row and the width afterwards; one slot more where a row has none."""
+def _choose_slot(
+    base: RowMap, counts: Sequence[int], pinned: int, reserved: list[tuple[int, int]]
+) -> tuple[Tensor, int]:
+    """Return a dead slot per batch row (its reserved one where it has one) and the width afterwards.
+
+    The width grows by one slot where a row has no dead one; rows with a reserved slot need none.
+    """
     dead = ~base.live_BMW[:, 0]
+    if not pinned and all(count < base.width for count in counts):
+        return dead.int().argmax(-1), base.width
     dead[:, :pinned] = False
+    for row, slot in reserved:
+        dead[row] = False
+        dead[row, slot] = True
     if bool(dead.any(-1).all()):
         return dead.int().argmax(-1), base.width
-    return torch.full((dead.shape[0],), base.width, dtype=torch.int64, device=dead.device), base.width + 1
+    slots = torch.full((dead.shape[0],), base.width, dtype=torch.int64, device=dead.device)
+    for row, slot in reserved:
+        slots[row] = slot
+    return slots, base.width + 1

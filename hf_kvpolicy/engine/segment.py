@@ -11,6 +11,7 @@ from torch import Tensor
 from ..contract import Transaction
 from ..frame import LayerStep
 from ..masks import MaskRecord
+from ..storage import stored_tensors
 from .decide import Candidates, Decider, Observed
 from .inputs import ForwardInputs
 from .queries import held, hold_window
@@ -56,13 +57,17 @@ class SegmentStep(Step):
         if not self.snapshot.width:
             return keys_BHTD, values_BHTD
         rows, width = self.snapshot.rows[layer], self.snapshot.width
-        self.place_pinned(rows)
+        self.place_pinned(layer, rows)
         new_keys, new_values = self.stored(keys_BHTD), self.stored(values_BHTD)
         self._new[layer] = (new_keys, new_values)
-        keys = torch.cat([rows.keys_BSCD[:, :, :width], new_keys], dim=2)
-        return keys, torch.cat([rows.values_BSCD[:, :, :width], new_values], dim=2)
+        old_keys, old_values = rows.view(width)
+        return torch.cat([old_keys, new_keys], dim=2), torch.cat([old_values, new_values], dim=2)
 
     def attended(self, layer: int, query_BQTD: Tensor, step: LayerStep, record: MaskRecord, scaling: float) -> None:
+        with stored_tensors():
+            self._choose(layer, query_BQTD.detach(), step, record, scaling)
+
+    def _choose(self, layer: int, query_BQTD: Tensor, step: LayerStep, record: MaskRecord, scaling: float) -> None:
         view = self.view_map(layer)
         keys = step.keys.detach()
         if self.snapshot.width:

@@ -6,18 +6,19 @@ Letters: B batch rows, H KV heads, S stored heads, Q query heads, T new tokens, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..backends import attend_view, stock_attention
+from ..backends import attend_view, run_stock
 from ..contract import Phase, Transaction
-from ..errors import ConfigError
-from ..frame import LayerStep
+from ..errors import ConfigError, IntegrityError
+from ..frame import LayerStep, leave_forward
 from ..masks import MaskRecord
 from ..positions import Shift, local_shift, shift_keys
-from ..storage import DenseRows, RowMap
+from ..storage import DenseRows, RowMap, stored_tensors
 from .inputs import ForwardInputs
 from .snapshot import Snapshot
 from .visibility import Visibility
@@ -33,25 +34,36 @@ class Step(ABC):
 
     def __init__(self, runtime: Runtime, snapshot: Snapshot, inputs: ForwardInputs, transaction: Transaction) -> None:
         self.runtime, self.snapshot, self.inputs, self.transaction = runtime, snapshot, inputs, transaction
+        geometry, policy = runtime.geometry, runtime.composition
         self.rows: dict[int, DenseRows] = {}
         self.transient_bytes = 0
         self.width_after = snapshot.width + inputs.length
+        self._expected = (inputs.batch, geometry.num_kv_heads, inputs.length, geometry.key_dim)
+        self._dtype = snapshot.rows[0].keys_BSCD.dtype if snapshot.rows else None
+        self._repeats = geometry.group_size if policy.owner == "query_head" else 1
+        pinned = len(policy.pinned_tokens) if policy.positions == "cache_local" else 0
+        self._pinned_rows = pinned if snapshot.evicted_at_column else 0
+        self._moved: Sequence[Tensor] | None = None
         self._visibility: dict[int, Visibility] = {}
         self._new_map: RowMap | None = None
         self._view: RowMap | None = None
         self._columns: Tensor | None = None
-        self._shift: tuple[Tensor, Shift] | None = None
-        self._layers_done = 0
+        self._shift_BP: Tensor | None = None
+        self._layers_left = geometry.num_layers
 
     # -- the two calls of a layer -------------------------------------------------------------------------------------
 
     def update(self, layer: int, keys_BHTD: Tensor, values_BHTD: Tensor) -> tuple[Tensor, Tensor]:
         """Take a layer's new rows; return the view attention will read."""
-        self._check_shape(layer, keys_BHTD)
+        if keys_BHTD.shape != self._expected or keys_BHTD.dtype is not (self._dtype or keys_BHTD.dtype):
+            self._refuse_rows(layer, keys_BHTD)
+        if self.transaction.layer_phase(layer):
+            self._refuse_again(layer)
         self.transaction.enter(layer, Phase.APPEND)
-        # Buffers must outlive inference mode: grad modes may mix over the life of a cache.
-        with torch.inference_mode(False), torch.no_grad():
-            return self.append(layer, keys_BHTD, values_BHTD)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.append(layer, keys_BHTD, values_BHTD)
+        return self.append(layer, keys_BHTD, values_BHTD)
 
     def attend(
         self, backend: str, module: torch.nn.Module, query: Tensor, step: LayerStep, record: Any, kwargs: dict[str, Any]
@@ -60,16 +72,22 @@ class Step(ABC):
         self.runtime.require_current(self)
         if not isinstance(record, MaskRecord):
             raise ConfigError(
-                f"Layer {step.layer} received a ready-made attention mask ({type(record).__name__}) together with a policy "
-                "cache. Pass a 2-D attention_mask; 4-D masks are tied to an uncompressed cache."
+                f"Layer {step.layer} received a ready-made attention mask ({type(record).__name__}) together with a "
+                "policy cache. Pass a 2-D attention_mask; 4-D masks are tied to an uncompressed cache."
             )
-        self.transaction.enter(step.layer, Phase.ATTEND)
-        output = self._attention(backend, module, query, step, record, kwargs)
-        with torch.inference_mode(False), torch.no_grad():
-            self.attended(step.layer, query.detach(), step, record, float(kwargs["scaling"]))
-            self._layers_done += 1
-            if self._layers_done == self.runtime.geometry.num_layers:
-                self.runtime.publish(self, self.successor())
+        try:
+            self.transaction.enter(step.layer, Phase.ATTEND)
+            output = self._attention(backend, module, query, step, record, kwargs)
+            self.attended(step.layer, query, step, record, float(kwargs["scaling"]))
+            self._layers_left -= 1
+            if not self._layers_left:
+                with stored_tensors():
+                    self.runtime.publish(self, self.successor())
+                leave_forward()
+        except IntegrityError:
+            # A forward that another thread began meanwhile aborts this one: that is the reason to name.
+            self.runtime.require_current(self)
+            raise
         return output
 
     # -- what a kind of forward does ----------------------------------------------------------------------------------
@@ -118,16 +136,16 @@ class Step(ABC):
 
     def visibility(self, record: MaskRecord) -> Visibility:
         """Return the masks of this forward under one rule."""
-        if id(record) not in self._visibility:
-            shift = self.pinned_shift()
-            self._visibility[id(record)] = Visibility(
+        found = self._visibility.get(id(record))
+        if found is None:
+            found = self._visibility[id(record)] = Visibility(
                 record=record,
                 columns_after=self.inputs.frontier_after.columns,
                 dense=self.is_dense,
                 changed_mask_BF=self.inputs.changed_mask_BF,
-                pinned_shift_BP=None if shift is None else shift[0],
+                pinned_shift_BP=self.pinned_shift() if self._pinned_rows else None,
             )
-        return self._visibility[id(record)]
+        return found
 
     def query_columns(self) -> Tensor:
         """Return the columns of this forward's queries, [1, T]."""
@@ -138,28 +156,37 @@ class Step(ABC):
 
     def stored(self, rows_BHTD: Tensor) -> Tensor:
         """Return new rows with one head per stored head."""
-        if self.runtime.composition.owner == "kv_head":
-            return rows_BHTD
-        return rows_BHTD.repeat_interleave(self.runtime.geometry.group_size, dim=1)
+        return rows_BHTD if self._repeats == 1 else rows_BHTD.repeat_interleave(self._repeats, dim=1)
 
-    def pinned_shift(self) -> tuple[Tensor, Shift] | None:
-        """Return how far pinned rows move this forward, or None where nothing was ever evicted."""
-        policy = self.runtime.composition
-        pinned = len(policy.pinned_tokens) if policy.positions == "cache_local" else 0
-        if not pinned or not self.snapshot.evicted_at_column:
-            return None
-        if self._shift is None:
+    def pinned_shift(self) -> Tensor:
+        """Return how far each pinned row moves towards this forward's query, [B, P]."""
+        if self._shift_BP is None:
             published = self.snapshot.full_map(0)
             query_token = torch.tensor(self.snapshot.frontier.tokens, device=published.live_BMW.device)
-            moved = local_shift(published.tokens_BMW[:, 0], published.live_BMW[:, 0], pinned, query_token)
-            self._shift = (moved, Shift.of(moved, self.runtime.rotary()))
-        return self._shift
+            tokens, live = published.tokens_BMW[:, 0], published.live_BMW[:, 0]
+            self._shift_BP = local_shift(tokens, live, self._pinned_rows, query_token)
+        return self._shift_BP
 
-    def place_pinned(self, rows: DenseRows) -> None:
-        """Write the pinned rows' keys, moved for this forward's query, into their working slots."""
-        shift = self.pinned_shift()
-        if shift is not None and rows.pinned_keys_BSPD is not None:
-            rows.keys_BSCD[:, :, : shift[0].shape[1]] = shift_keys(rows.pinned_keys_BSPD, shift[1])
+    def place_pinned(self, layer: int, rows: DenseRows) -> None:
+        """Write the pinned rows' keys, moved for this forward's query, into their working slots.
+
+        Working slots are derived data: every forward writes them anew from the pristine keys, so an aborted forward
+        leaves nothing behind.
+        """
+        if not self._pinned_rows:
+            return
+        if self._moved is None:
+            self._moved = self._move_pinned()
+        rows.keys_BSCD.narrow(2, 0, self._pinned_rows).copy_(self._moved[layer])
+
+    def _move_pinned(self) -> Sequence[Tensor]:
+        shift = Shift.of(self.pinned_shift(), self.runtime.rotary())
+        pristine = [rows.pinned_keys_BSPD for rows in self.snapshot.rows]
+        kept = [keys for keys in pristine if keys is not None]
+        if len({keys.device for keys in kept}) == 1:
+            # All layers at once: one small rotation instead of one per layer.
+            return shift_keys(torch.stack(kept), shift).unbind(0)
+        return [shift_keys(keys, shift.to(keys.device)) for keys in kept]
 
     def note_transient(self, extra_bytes: int) -> None:
         """Remember the highest number of bytes alive at once: parent, successors so far, and workspace."""
@@ -171,37 +198,33 @@ class Step(ABC):
     def _attention(
         self, backend: str, module: torch.nn.Module, query: Tensor, step: LayerStep, record: MaskRecord, kwargs: Any
     ) -> Tensor:
-        if not self.snapshot.width:
+        if not self.snapshot.frontier.columns:
             # The view is exactly this forward's rows in order: the model's own backend and mask, bit for bit.
-            output: Tensor = stock_attention(backend, module)(
-                module, query, step.keys, step.values, record.stock, **kwargs
-            )[0]
-            return output
-        extras = dict(kwargs)
-        scaling, dropout = float(extras.pop("scaling")), float(extras.pop("dropout", 0.0))
-        visibility = self.visibility(record)
-        plain = visibility.dense and record.is_causal_for(visibility.columns_after) and self.inputs.length == 1
-        mask = None
-        if not plain:
-            view = self.view_map(step.layer)
-            mask = visibility.for_queries(view, self.query_columns())
-        return attend_view(
-            backend, module, query, step.keys, step.values, mask, scaling=scaling, dropout=dropout, extras=extras
+            # Columns, not rows: after a forward of pads alone nothing is held, but the stock mask counts them.
+            return run_stock(backend, module, query, step.keys, step.values, record.stock, **kwargs)[0]
+        visibility, mask = self.visibility(record), None
+        if not (visibility.is_plain and self.inputs.length == 1):
+            mask = visibility.for_queries(self.view_map(step.layer), self.query_columns())
+        return attend_view(backend, module, query, step.keys, step.values, mask, kwargs)
+
+    @staticmethod
+    def _refuse_again(layer: int) -> None:
+        raise ConfigError(
+            f"Layer {layer} brings rows a second time in one forward. Either an earlier forward died and this model "
+            "was not made ready for policy caches, so that no new forward began: call hf_kvpolicy.attach(model) once. "
+            "Or the model calls one cache layer from several of its layers, which is not supported."
         )
 
-    def _check_shape(self, layer: int, keys_BHTD: Tensor) -> None:
-        geometry = self.runtime.geometry
-        expected = (self.inputs.batch, geometry.num_kv_heads, self.inputs.length, geometry.key_dim)
-        if keys_BHTD.shape != expected:
+    def _refuse_rows(self, layer: int, keys_BHTD: Tensor) -> None:
+        if keys_BHTD.shape != self._expected:
             raise ConfigError(
-                f"Layer {layer} brings keys of shape {tuple(keys_BHTD.shape)}, but this cache was made for {expected} "
-                "(batch, KV heads, tokens, head dimension). Make the cache for this model."
+                f"Layer {layer} brings keys of shape {tuple(keys_BHTD.shape)}, but this cache was made for "
+                f"{self._expected} (batch, KV heads, tokens, head dimension). Make the cache for this model."
             )
-        if self.snapshot.rows and keys_BHTD.dtype != self.snapshot.rows[0].keys_BSCD.dtype:
-            raise ConfigError(
-                f"Layer {layer} brings keys in {keys_BHTD.dtype}, but the cache holds {self.snapshot.rows[0].keys_BSCD.dtype}."
-                " Keep one dtype for the life of a cache, or call cache.reset() first."
-            )
+        raise ConfigError(
+            f"Layer {layer} brings keys in {keys_BHTD.dtype}, but the cache holds {self._dtype}. "
+            "Keep one dtype for the life of a cache, or call cache.reset() first."
+        )
 
 
 def new_rows_map(inputs: ForwardInputs, snapshot: Snapshot) -> RowMap:
@@ -209,11 +232,14 @@ def new_rows_map(inputs: ForwardInputs, snapshot: Snapshot) -> RowMap:
     batch, length, device = inputs.batch, inputs.length, inputs.device
     first = snapshot.frontier.columns
     old = snapshot.frontier.tokens or (0,) * batch
+    start = torch.tensor(old, dtype=torch.int32, device=device).view(-1, 1, 1)
     columns = (
         torch.arange(first, first + length, dtype=torch.int32, device=device).repeat(batch, 1, 1).view(batch, 1, -1)
     )
-    start = torch.tensor(old, dtype=torch.int32, device=device).view(-1, 1, 1)
-    if inputs.real_BT is None:
+    if inputs.real_BT is None and length == 1:
+        live = torch.ones((batch, 1, 1), dtype=torch.bool, device=device)
+        tokens = start
+    elif inputs.real_BT is None:
         live = torch.ones((batch, 1, length), dtype=torch.bool, device=device)
         tokens = start + torch.arange(length, dtype=torch.int32, device=device)
     else:

@@ -28,7 +28,13 @@ class Visibility:
     changed_mask_BF: Tensor | None
     # How far pinned rows are moved towards the query, [B, P]: a window sees the moved columns.
     pinned_shift_BP: Tensor | None = None
+    # Whether the newest query sees every row of the view.
+    is_plain: bool = field(init=False)
     _memo: dict[tuple[int, int, int], tuple[Tensor, RowMap, Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Note once whether a single query sees every row."""
+        self.is_plain = self.dense and self.record.is_causal_for(self.columns_after)
 
     def for_queries(self, view: RowMap, query_columns_BT: Tensor) -> Tensor | None:
         """Return the bool mask [B or 1, M or 1, T, N], or None when every query sees every row.
@@ -38,7 +44,7 @@ class Visibility:
             query_columns_BT: columns of the queries, [B or 1, T]; the newest columns of each batch row.
         """
         queries, rows = query_columns_BT.shape[1], view.width
-        if self.dense and self.record.is_causal_for(self.columns_after):
+        if self.is_plain:
             # All older rows are seen whatever their columns, so layers and heads share one triangle.
             if queries == 1:
                 return None

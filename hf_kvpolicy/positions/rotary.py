@@ -43,6 +43,10 @@ class Shift:
         angles = torch.cat([angles, angles], dim=-1)
         return cls(cos_B1PR=angles.cos().float(), sin_B1PR=angles.sin().float())
 
+    def to(self, device: torch.device) -> Shift:
+        """Return the shift on another device."""
+        return Shift(cos_B1PR=self.cos_B1PR.to(device), sin_B1PR=self.sin_B1PR.to(device))
+
 
 def shift_keys(keys_BSPD: Tensor, shift: Shift) -> Tensor:
     """Return keys rotated by the shift; channels beyond the rotated ones pass through."""

@@ -1,7 +1,7 @@
 """Storage: slots and what lies in them."""
 
-from .dense import DenseRows, growth_slots
+from .dense import DenseRows, growth_slots, stored_tensors
 from .gather import gather_rows, pack_rows
 from .rowmap import RowMap
 
-__all__ = ["DenseRows", "RowMap", "gather_rows", "growth_slots", "pack_rows"]
+__all__ = ["DenseRows", "RowMap", "gather_rows", "growth_slots", "pack_rows", "stored_tensors"]

@@ -5,14 +5,23 @@ Letters: B batch rows, S stored heads, C capacity in slots, T new rows, D head d
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["DenseRows", "growth_slots"]
+__all__ = ["DenseRows", "growth_slots", "stored_tensors"]
 
 _MIN_SLACK, _MAX_SLACK = 16, 256
+
+
+@contextmanager
+def stored_tensors() -> Iterator[None]:
+    """Make tensors that outlive a forward: outside inference mode, so that grad modes may mix, and without a graph."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def growth_slots(needed: int) -> int:
@@ -32,9 +41,10 @@ class DenseRows:
     @classmethod
     def allocate(cls, keys_BSTD: Tensor, values_BSTD: Tensor, capacity: int, pinned: int = 0) -> DenseRows:
         """Return empty buffers shaped like the given rows; `pinned` pristine key rows are zero-filled."""
-        keys = _empty_slots(keys_BSTD, capacity)
-        values = _empty_slots(values_BSTD, capacity)
-        pristine = _empty_slots(keys_BSTD, pinned).zero_() if pinned else None
+        with stored_tensors():
+            keys = _empty_slots(keys_BSTD, capacity)
+            values = _empty_slots(values_BSTD, capacity)
+            pristine = _empty_slots(keys_BSTD, pinned).zero_() if pinned else None
         return cls(keys_BSCD=keys, values_BSCD=values, pinned_keys_BSPD=pristine)
 
     @property
@@ -67,8 +77,14 @@ class DenseRows:
     def write(self, slot: int, keys_BSTD: Tensor, values_BSTD: Tensor) -> None:
         """Write rows into consecutive slots, the same in every batch row and head."""
         rows = keys_BSTD.shape[2]
-        self.keys_BSCD[:, :, slot : slot + rows] = keys_BSTD
-        self.values_BSCD[:, :, slot : slot + rows] = values_BSTD
+        self.keys_BSCD.narrow(2, slot, rows).copy_(keys_BSTD)
+        self.values_BSCD.narrow(2, slot, rows).copy_(values_BSTD)
+
+    def view(self, width: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of the first `width` slots, [B, S, width, D]."""
+        if width == self.capacity:
+            return self.keys_BSCD, self.values_BSCD
+        return self.keys_BSCD.narrow(2, 0, width), self.values_BSCD.narrow(2, 0, width)
 
     def write_at(self, slot_B: Tensor, keys_BS1D: Tensor, values_BS1D: Tensor) -> None:
         """Write one row per batch row, each into a slot of its own (the same for all heads)."""

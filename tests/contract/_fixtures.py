@@ -94,9 +94,7 @@ def with_positions(positions: Any) -> Callable[[KVPolicyState], KVPolicyState]:
     return lambda s: replace(s, positions_source=lambda: positions)
 
 
-def symbolic_source(
-    dtype: torch.dtype = torch.float32, tokens: int = 8, dim: int = 4
-) -> tuple[Tensor, Tensor]:
+def symbolic_source(dtype: torch.dtype = torch.float32, tokens: int = 8, dim: int = 4) -> tuple[Tensor, Tensor]:
     """K[l,h,t,c] = 1000 l + 100 h + 10 t + c and V = K + 5000 (0x01A)."""
     layer, head, token, channel = torch.meshgrid(
         torch.arange(2), torch.arange(2), torch.arange(tokens), torch.arange(dim), indexing="ij"

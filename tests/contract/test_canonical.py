@@ -20,9 +20,7 @@ def test_array_order_is_kept_and_tuples_are_arrays() -> None:
     assert sha256_of([1, 2]) != sha256_of([2, 1])
 
 
-@pytest.mark.parametrize(
-    "value", [float("nan"), float("inf"), {1, 2}, {1: "a"}, object(), [{"x": float("-inf")}]]
-)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), {1, 2}, {1: "a"}, object(), [{"x": float("-inf")}]])
 def test_values_outside_json_are_refused(value: object) -> None:
     with pytest.raises(ManifestError):
         canonical_json(value)

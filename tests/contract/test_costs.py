@@ -120,9 +120,7 @@ def test_prompt_ledger() -> None:
     assert (unique.full, unique.compressed) == (288, 192)
     assert unique.reduction.value == 1.5
     assert (unique.position_map, unique.offsets, unique.append_per_token) == (64, 20, 48)
-    expanded = prompt_ledger(
-        layers=2, owners_per_layer=4, prompt_tokens=6, kept_rows=4, bytes_per_row=_row(3)
-    )
+    expanded = prompt_ledger(layers=2, owners_per_layer=4, prompt_tokens=6, kept_rows=4, bytes_per_row=_row(3))
     assert (expanded.full, expanded.compressed) == (576, 384)
 
 

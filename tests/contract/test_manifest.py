@@ -111,9 +111,7 @@ REJECTED: dict[str, tuple[Callable[[], object], str]] = {
     "budget unit without value": (lambda: BudgetContract(unit="rows"), "budget.declared"),
     "budget of no rows": (lambda: BudgetContract(declared=0, unit="rows", max_rows=0), "max_rows"),
     "protection above budget": (
-        lambda: manifest(
-            selection_contract=selection_contract(protected=ProtectedRule(sink_rows=2, recent_rows=3))
-        ),
+        lambda: manifest(selection_contract=selection_contract(protected=ProtectedRule(sink_rows=2, recent_rows=3))),
         "protected rule",
     ),
     "negative protected position": (lambda: ProtectedRule(positions=[-1]), "protected.positions"),
@@ -149,9 +147,7 @@ def test_each_semantic_class_has_a_legal_form() -> None:
         )
     )
     manifest(
-        recoverability_contract=RecoverabilityContract(
-            omitted="recallable_nonresident", handoff_identity="host-tier"
-        )
+        recoverability_contract=RecoverabilityContract(omitted="recallable_nonresident", handoff_identity="host-tier")
     )
     unmapped = tensor_contract(q_to_kv_head_map=None)
     manifest(tensor_contract=unmapped, selection_contract=selection_contract(unit="layer"))
@@ -203,9 +199,7 @@ def test_missing_key_and_wrong_type_are_named() -> None:
         lambda m: replace(m, checkpoint="checkpoint-2"),
         lambda m: replace(m, selection_contract=selection_contract(group="max")),
         lambda m: replace(m, selection_contract=selection_contract(options={"budget": 5})),
-        lambda m: replace(
-            m, selection_contract=selection_contract(protected=ProtectedRule(positions=[7, 0]))
-        ),
+        lambda m: replace(m, selection_contract=selection_contract(protected=ProtectedRule(positions=[7, 0]))),
         lambda m: replace(m, quality_and_fallback=QualityAndFallback(physical_capacity_action="full")),
     ],
 )

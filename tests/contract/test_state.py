@@ -153,9 +153,7 @@ def test_a_full_cache_that_omits_a_row_is_rejected() -> None:
     _validate(with_positions([[range(8)] * 2] * 2)(state(m)), m)
     with pytest.raises(SelectionError, match="omits 1 of 8"):
         _validate(
-            with_positions([[range(8), range(7)], [range(8)] * 2])(
-                state(m, protected_original_positions=[[]])
-            ),
+            with_positions([[range(8), range(7)], [range(8)] * 2])(state(m, protected_original_positions=[[]])),
             m,
         )
 
@@ -178,9 +176,7 @@ def test_a_token_unit_differs_between_layers() -> None:
 
 def test_every_batch_row_has_its_own_frontier_and_protection() -> None:
     rows = [[[0, 7], [0, 7], [0, 4], [0, 4]], [[0, 7], [0, 7], [0, 3, 4], [0, 4]]]
-    padded = state(
-        row_frontiers=[8, 5], protected_original_positions=[[0, 7], [0, 4]], positions_source=lambda: rows
-    )
+    padded = state(row_frontiers=[8, 5], protected_original_positions=[[0, 7], [0, 4]], positions_source=lambda: rows)
     _validate(padded)
     assert padded.omitted_interval_summary == (((1, 7),), ((1, 3),))
     with pytest.raises(SelectionError, match=r"batch row 1, head 0 is out of range"):
@@ -230,9 +226,7 @@ def test_a_parent_is_older_and_numbers_are_numbers() -> None:
         state(parent_state_generation=11)
     with pytest.raises(ConfigError, match="source_committed_frontier"):
         state(source_committed_frontier=-1)
-    assert state(parent_state_generation=None).generations == Generations(
-        request=11, cache=23, policy=7, state=11
-    )
+    assert state(parent_state_generation=None).generations == Generations(request=11, cache=23, policy=7, state=11)
 
 
 def test_omitted_intervals() -> None:

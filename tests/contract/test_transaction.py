@@ -260,9 +260,7 @@ def test_random_schedules_publish_only_complete_successors_and_reuse_no_number(d
         assert not numbers & issued
         issued |= numbers
         txn = Transaction(current, candidate, 2)
-        stops = data.draw(
-            st.lists(st.sampled_from([Phase.BEGIN, Phase.SELECT, Phase.PACK]), min_size=2, max_size=2)
-        )
+        stops = data.draw(st.lists(st.sampled_from([Phase.BEGIN, Phase.SELECT, Phase.PACK]), min_size=2, max_size=2))
         for layer, stop in enumerate(stops):
             txn.enter_through(layer, stop)
         try:

@@ -138,9 +138,7 @@ def test_an_owner_without_rows_is_an_empty_slice() -> None:
 def test_score_ordered_prompt_rows_keep_their_source() -> None:
     """The packed prompt of 0x07G: positions [1, 2, 4, 5] of layer 0, head 0."""
     m = manifest(
-        tensor_contract=tensor_contract(
-            key_dtype="float32", value_dtype="float32", head_dim_k=3, head_dim_v=3
-        )
+        tensor_contract=tensor_contract(key_dtype="float32", value_dtype="float32", head_dim_k=3, head_dim_v=3)
     )
     s = state(
         m,

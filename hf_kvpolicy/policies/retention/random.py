@@ -55,6 +55,7 @@ class RandomCache(PolicyCache):
         Raises:
             BudgetError: the budget is not larger than window and protected rows.
         """
+        protected = token_positions(protect, "random")
         composition = Composition(
             policy="random",
             schedule="end_of_prefill",
@@ -63,16 +64,27 @@ class RandomCache(PolicyCache):
             window_rows=window,
             unit=unit,
             group=group,
-            protect=token_positions(protect, "random"),
+            protect=protected,
             on_append=on_append,
             chunked_prefill=chunked_prefill,
             variant=variant,
             fallback=fallback,
-            options={"budget": budget, "window": window, "seed": seed},
+            options={
+                "budget": budget,
+                "window": window,
+                "seed": seed,
+                "unit": unit,
+                "group": group,
+                "protect": protected,
+                "on_append": on_append,
+                "chunked_prefill": chunked_prefill,
+                "variant": variant,
+                "fallback": fallback,
+            },
         )
         super().__init__(model_or_config, composition)
 
     @staticmethod
     def neutral(total_rows: int) -> dict[str, Any]:
         """Return options under which this policy equals `DynamicCache`."""
-        return {"budget": total_rows, "window": 1}
+        return {"budget": max(total_rows, 2), "window": 1}

@@ -2,8 +2,8 @@
 
 Visibility contract, section 0x04: V(F; W) = {max(0, F - W), ..., F - 1}, |V| = min(F, W).
 
-Keys keep the rotation of their original positions; this is a window put on a model that was trained without one, not the
-window of a local-attention architecture. The new token attends to the W published rows and itself.
+Keys keep the rotation of their original positions; this is a window put on a model that was trained without one, not
+the window of a local-attention architecture. The new token attends to the W published rows and itself.
 
 Deviations: none; chunked prefill ends in the same set as one prompt.
 Not supported: cache-local positions (`streaming_llm` with sinks=0 has them).
@@ -50,19 +50,29 @@ class SlidingWindowCache(PolicyCache):
         Raises:
             BudgetError: the budget is not positive, or protected rows fill it.
         """
+        protected = token_positions(protect, "sliding_window")
         composition = Composition(
             policy="sliding_window",
             schedule="every_step",
             evidence=Recency(),
             budget=parse_budget(budget),
-            protect=token_positions(protect, "sliding_window"),
+            protect=protected,
             unit=unit,
             group=group,
             on_append=on_append,
             chunked_prefill=chunked_prefill,
             variant=variant,
             fallback=fallback,
-            options={"budget": budget},
+            options={
+                "budget": budget,
+                "unit": unit,
+                "group": group,
+                "protect": protected,
+                "on_append": on_append,
+                "chunked_prefill": chunked_prefill,
+                "variant": variant,
+                "fallback": fallback,
+            },
         )
         super().__init__(model_or_config, composition)
 

@@ -6,10 +6,10 @@ every visible key; votes are pooled over neighbouring prefix rows; the best `bud
 window stay. Decode appends.
 
 Deviations: rows belong to KV heads, and the votes of a group's query heads are reduced (`group`) before pooling; the
-official Llama patch repeats K/V and keeps rows per query head, which is `owner="query_head"` here and is charged H_q rows.
-Scores are fp32 (official: cast to the model's dtype before summing). Ties keep the lower position. Padding never votes.
-Default pooling is the max pooling with kernel 7 of the paper's LongBench configuration; the official code's function
-default is average pooling with kernel 5.
+official Llama patch repeats K/V and keeps rows per query head, which is `owner="query_head"` here and is charged H_q
+rows. Scores are fp32 (official: cast to the model's dtype before summing). Ties keep the lower position. Padding never
+votes. Default pooling is the max pooling with kernel 7 of the paper's LongBench configuration; the official code's
+function default is average pooling with kernel 5.
 Not supported: selection per layer or cache for rows owned by query heads.
 """
 
@@ -67,6 +67,7 @@ class SnapKVCache(PolicyCache):
             BudgetError: the budget is not larger than window and protected rows.
             ConfigError: an option is outside its range.
         """
+        protected = token_positions(protect, "snapkv")
         composition = Composition(
             policy="snapkv",
             schedule="end_of_prefill",
@@ -76,16 +77,29 @@ class SnapKVCache(PolicyCache):
             unit=unit,
             owner=owner,
             group=group,
-            protect=token_positions(protect, "snapkv"),
+            protect=protected,
             on_append=on_append,
             chunked_prefill=chunked_prefill,
             variant=variant,
             fallback=fallback,
-            options={"budget": budget, "window": window, "kernel_size": kernel_size, "pooling": pooling},
+            options={
+                "budget": budget,
+                "window": window,
+                "kernel_size": kernel_size,
+                "pooling": pooling,
+                "owner": owner,
+                "unit": unit,
+                "group": group,
+                "protect": protected,
+                "on_append": on_append,
+                "chunked_prefill": chunked_prefill,
+                "variant": variant,
+                "fallback": fallback,
+            },
         )
         super().__init__(model_or_config, composition)
 
     @staticmethod
     def neutral(total_rows: int) -> dict[str, Any]:
         """Return options under which this policy equals `DynamicCache`."""
-        return {"budget": total_rows, "window": 1}
+        return {"budget": max(total_rows, 2), "window": 1}

@@ -1,7 +1,7 @@
 """StreamingLLM: attention sinks and the newest rows.
 
-Xiao, Tian, Chen, Han, Lewis: "Efficient Streaming Language Models with Attention Sinks" (arXiv 2309.17453), section 3.2;
-visibility contract, section 0x05: V(F) = {0, ..., min(K_s, F) - 1} u {max(0, F - W), ..., F - 1}, a union.
+Xiao, Tian, Chen, Han, Lewis: "Efficient Streaming Language Models with Attention Sinks" (arXiv 2309.17453), section
+3.2; visibility contract, section 0x05: V(F) = {0, ..., min(K_s, F) - 1} u {max(0, F - W), ..., F - 1}, a union.
 
 `budget` = K_s sinks + W recent rows. Positions are numbered inside the cache by default, as in the paper: keys of sinks
 are re-rotated towards the query each step, recent keys keep their mutual distances (`positions/cache_local.py`).
@@ -57,6 +57,7 @@ class StreamingLLMCache(PolicyCache):
             BudgetError: the budget is not positive, or sinks and protected rows fill it.
             UnsupportedModelError: cache-local positions on a model whose rotation cannot be shifted.
         """
+        protected = token_positions(protect, "streaming_llm")
         composition = Composition(
             policy="streaming_llm",
             schedule="every_step",
@@ -64,14 +65,25 @@ class StreamingLLMCache(PolicyCache):
             budget=parse_budget(budget),
             sinks=sinks,
             positions=positions,
-            protect=token_positions(protect, "streaming_llm"),
+            protect=protected,
             unit=unit,
             group=group,
             on_append=on_append,
             chunked_prefill=chunked_prefill,
             variant=variant,
             fallback=fallback,
-            options={"budget": budget, "sinks": sinks, "positions": positions},
+            options={
+                "budget": budget,
+                "sinks": sinks,
+                "positions": positions,
+                "unit": unit,
+                "group": group,
+                "protect": protected,
+                "on_append": on_append,
+                "chunked_prefill": chunked_prefill,
+                "variant": variant,
+                "fallback": fallback,
+            },
         )
         super().__init__(model_or_config, composition)
 

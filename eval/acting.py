@@ -1,0 +1,47 @@
+"""Did the policy act? A full cache reported under a policy's name is the worst result a harness can give."""
+
+from __future__ import annotations
+
+from .cells import Cell
+from .engine import CacheUse
+
+__all__ = ["budget_binds", "why_not_acting"]
+
+
+def budget_binds(cell: Cell, allowed_rows: int | None, prompt_tokens: int) -> bool:
+    """Whether the policy has to drop rows of this prompt. Without a budget it is expected to drop some."""
+    if cell.policy == "full":
+        return False
+    return allowed_rows is None or prompt_tokens > allowed_rows
+
+
+def why_not_acting(
+    cell: Cell, allowed_rows: int | None, prompt_tokens: int, after_prompt: CacheUse, at_end: CacheUse
+) -> str | None:
+    """Return what contradicts the policy having acted, or None.
+
+    Args:
+        cell: the cell, whose policy and options decide what is expected.
+        allowed_rows: the budget in rows per layer and head; None when the policy has none.
+        prompt_tokens: tokens of the prompt.
+        after_prompt: the cache right after the prompt.
+        at_end: the cache after decoding; generated rows may lie on top of the budget if the ledger names them.
+    """
+    if not budget_binds(cell, allowed_rows, prompt_tokens):
+        return None
+    if after_prompt.statistics["selections"] < 1:
+        return f"a prompt of {prompt_tokens} tokens led to no selection at all"
+    if after_prompt.rows_mean >= prompt_tokens:
+        return f"all {prompt_tokens} rows of the prompt are still stored"
+    # The reference variants of a schedule do not conserve the total; they report what they use.
+    if allowed_rows is None or cell.options.get("variant") == "reference":
+        return None
+    if after_prompt.rows_mean > allowed_rows:
+        return f"{after_prompt.rows_mean:.1f} rows a head are stored where the budget allows {allowed_rows}"
+    selected = at_end.rows_mean - at_end.tail_rows_mean
+    if selected > allowed_rows:
+        return (
+            f"{selected:.1f} rows a head are stored after decoding, the generated tail not counted, where the "
+            f"budget allows {allowed_rows}"
+        )
+    return None

@@ -1,0 +1,112 @@
+"""`kvpolicy eval run SWEEP.yaml` and `kvpolicy eval report DIR`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import KVPolicyError
+from . import fields
+from .sweep import SweepConfig, load_sweep
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Measure cache policies: quality beside the rows and bytes they really hold.")
+
+_INTERRUPTED = 130
+
+
+@app.command()
+def run(
+    sweep: Annotated[Path, typer.Argument(help="Sweep file; configs/sweeps has examples.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for the results; finished rows in it are kept.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model name or folder instead of the sweep's.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most N examples a cell.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override, such as tasks.0.num_examples=5.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cells and stop.")] = False,
+) -> None:
+    """Run a sweep, or continue one: rows that are done are not computed again."""
+    with _errors_as_exit_codes():
+        overrides: dict[str, Any] = dict(fields.parse_override(text) for text in set_ or [])
+        config = load_sweep(sweep, overrides | ({"model": model} if model else {}))
+        _check(config)
+        if dry_run:
+            _print_plan(config, limit)
+        elif _run(config, out or _default_folder(sweep), limit):
+            raise typer.Exit(1)
+
+
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(help="Folder that `run` wrote.")]) -> None:
+    """Print the tables of a run and write report.md and report.png beside its rows."""
+    with _errors_as_exit_codes():
+        from .records import RunDirectory
+        from .report import write_report
+        from .terminal import print_tables
+
+        print_tables(write_report(RunDirectory(folder)))
+        typer.echo(f"written: {folder / 'report.md'} and {folder / 'report.png'}")
+
+
+@contextmanager
+def _errors_as_exit_codes() -> Iterator[None]:
+    """Turn what the library refuses into one line and status 2, and an interrupt into status 130.
+
+    Imports happen inside, so that a missing optional package is one line too.
+    """
+    try:
+        yield
+    except KVPolicyError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt:
+        typer.echo("interrupted; the same command with the same --out continues", err=True)
+        raise typer.Exit(_INTERRUPTED) from None
+
+
+def _check(config: SweepConfig) -> None:
+    """Everything that can be refused without a model: policy names, their options, the grids of the tasks."""
+    from .cells import task_points
+    from .engine import check_policies
+
+    list(task_points(config))
+    check_policies((policy.name, [*policy.options, *policy.grid]) for policy in config.policies)
+
+
+def _run(config: SweepConfig, out: Path, limit: int | None) -> int:
+    """Load the model, run, and return how many rows failed."""
+    import torch
+
+    from .engine import EngineBuilder
+    from .model_loading import load_model
+    from .records import RunDirectory
+    from .runner import run_sweep
+
+    torch.set_num_threads(config.threads)
+    loaded = load_model(config.model.name, config.model.dtype, config.model.device)
+    outcome = run_sweep(config, loaded, RunDirectory(out), EngineBuilder(loaded.model), limit=limit, say=typer.echo)
+    typer.echo(f"{outcome.written} rows written, {outcome.skipped} done before, {outcome.failed} failed: {out}")
+    return outcome.failed
+
+
+def _print_plan(config: SweepConfig, limit: int | None) -> None:
+    from .cells import cells_at, task_points
+
+    total_cells = total_tokens = 0
+    for point in task_points(config):
+        examples = min(point.request.num_examples, limit or point.request.num_examples)
+        for cell in cells_at(config, point):
+            where = f"{cell.task} {cell.length_tokens} tokens, {cell.label}, seed {cell.seed}"
+            typer.echo(f"{where}: {examples} examples")
+            total_cells += 1
+            total_tokens += examples * cell.length_tokens
+    typer.echo(f"{total_cells} cells, about {total_tokens} tokens through the model")
+
+
+def _default_folder(sweep: Path) -> Path:
+    return Path("runs") / f"{sweep.stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}"

@@ -1,0 +1,121 @@
+"""Where the harness meets the cache engine: building caches by name and reading what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..allocation.budget import parse_budget
+from ..config import make_cache, policy_options
+from ..errors import ConfigError, did_you_mean
+from ..geometry import CacheGeometry
+from ..registry import available_policies
+from .cells import Cell
+
+__all__ = [
+    "CacheBuilder",
+    "CacheUse",
+    "EngineBuilder",
+    "budget_rows",
+    "check_policies",
+    "full_kv_bytes",
+    "measure",
+]
+
+
+class CacheBuilder(Protocol):
+    """Builds a fresh cache for one example of a cell."""
+
+    def __call__(self, cell: Cell) -> Any:
+        """A cache that holds nothing yet."""
+        ...
+
+
+class EngineBuilder:
+    """Builds caches with `hf_kvpolicy.make_cache` for one model."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, cell: Cell) -> Any:
+        """A fresh cache, attached to the model."""
+        return make_cache(cell.policy, self._model, cell.budget, **cell.options)
+
+
+def check_policies(options_by_policy: Iterable[tuple[str, Iterable[str]]]) -> None:
+    """Refuse unknown policy names and option names before a model is loaded.
+
+    Raises:
+        ConfigError: with the closest known name.
+    """
+    known = available_policies()
+    for policy, options in options_by_policy:
+        if policy not in known:
+            raise ConfigError(
+                f"There is no policy {policy!r}; available are {', '.join(known)}.{did_you_mean(policy, known)}"
+            )
+        allowed = [name for name in policy_options(policy) if name != "budget"]
+        for option in options:
+            if option not in allowed:
+                raise ConfigError(
+                    f"Policy {policy!r} has no option {option!r}; it takes {', '.join(allowed)}."
+                    f"{did_you_mean(option, allowed)}"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheUse:
+    """Rows and bytes of a cache at one moment; rows are per layer and stored head."""
+
+    rows_mean: float
+    rows_min: int
+    rows_max: int
+    measured_bytes: int
+    payload_bytes: int
+    slack_bytes: int
+    transient_peak_bytes: int
+    # Rows that end-of-prefill policies appended after their last selection.
+    tail_rows_mean: float
+    statistics: Mapping[str, int]
+
+
+def measure(cache: Any) -> CacheUse:
+    """Read rows, bytes and counters from a cache of one batch row."""
+    rows = [int(count) for layer in range(cache.num_layers) for count in cache.stored_rows(layer).flatten()]
+    ledger, counted = cache.ledger(), cache.statistics
+    names = ("forwards", "publications", "selections", "rows_dropped")
+    return CacheUse(
+        rows_mean=sum(rows) / len(rows),
+        rows_min=min(rows),
+        rows_max=max(rows),
+        measured_bytes=int(ledger.measured_bytes),
+        payload_bytes=int(ledger.payload_bytes),
+        slack_bytes=int(ledger.slack_bytes),
+        transient_peak_bytes=int(ledger.transient_peak_bytes),
+        tail_rows_mean=int(ledger.tail_rows) / len(rows),
+        statistics={name: int(getattr(counted, name)) for name in names},
+    )
+
+
+def full_kv_bytes(model: Any, tokens: int) -> int:
+    """K/V payload of `tokens` rows in every layer and KV head of a full cache, without any sliding window."""
+    geometry = CacheGeometry.from_config(model.config)
+    return geometry.num_layers * geometry.num_kv_heads * geometry.row_bytes(model.dtype.itemsize) * tokens
+
+
+def budget_rows(cell: Cell, cache: Any, model: Any, prompt_tokens: int) -> int | None:
+    """Rows per layer and stored head that the cell's budget allows for this prompt; None without a budget.
+
+    Resolved as the engine resolves it: a ratio never goes below the rows that the policy protects, plus one.
+    """
+    if cell.budget is None:
+        return None
+    row_bytes = CacheGeometry.from_config(model.config).row_bytes(model.dtype.itemsize)
+    (rows,) = parse_budget(cell.budget).resolve_rows(
+        prompt_tokens=[prompt_tokens],
+        owners_per_row=sum(cache.stored_rows(layer).shape[1] for layer in range(cache.num_layers)),
+        row_bytes=row_bytes,
+        minimum_rows=cache.composition.minimum_rows,
+    )
+    return rows

@@ -1,0 +1,70 @@
+"""What a result depends on besides the sweep: versions, digests, and how busy the machine is told to be."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from typing import Any
+
+from ..contract.canonical import sha256_of
+from .model_loading import LoadedModel
+from .prompting import PromptEncoder
+from .records import SCHEMA_VERSION
+
+__all__ = ["identity", "oversubscription_warning", "package_versions"]
+
+_PACKAGES = ("hf-kvpolicy", "torch", "transformers", "datasets", "evaluate", "wonderwords")
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the packages that decide a result; "absent" where one is not installed."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "absent"
+    return found
+
+
+def identity(loaded: LoadedModel, encoder: PromptEncoder) -> dict[str, Any]:
+    """Model, tokenizer and prompt format: rows may only be compared, or continued, under one identity."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "model": loaded.name,
+        "dtype": str(loaded.model.dtype),
+        # The attention name is left out: attaching the library changes it.
+        "config_sha256": sha256_of(_without_attention(loaded.model.config.to_dict())),
+        "weights_sha256": _weight_sample_sha256(loaded.model),
+        "tokenizer_sha256": encoder.tokenizer_sha256,
+        "template_sha256": encoder.template_sha256,
+        "uses_chat_template": encoder.uses_chat_template,
+    }
+
+
+def _without_attention(config: dict[str, Any]) -> dict[str, Any]:
+    volatile = (
+        "_attn_implementation",
+        "attn_implementation",
+        "transformers_version",
+        "_name_or_path",
+        "dtype",
+    )
+    return {name: repr(value) for name, value in config.items() if name not in volatile}
+
+
+def _weight_sample_sha256(model: Any) -> str:
+    """Digest of a few numbers of every parameter: two checkpoints of one shape must not share an identity."""
+    return sha256_of({name: p.detach().flatten()[:4].float().tolist() for name, p in model.named_parameters()})
+
+
+def oversubscription_warning(threads: int, jobs: int) -> str | None:
+    """A sentence when more threads are declared than the machine has cores; timings then mean nothing."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if threads * jobs <= cores:
+        return None
+    return (
+        f"{jobs} jobs with {threads} threads each want {threads * jobs} cores; this machine has {cores}. "
+        "Runs will be several times slower; lower `threads` or `jobs`."
+    )

@@ -1,0 +1,139 @@
+"""One prompt through a model with a given cache: prefill, greedy decoding, and the NLL of a given answer.
+
+Every forward goes through the model itself rather than `generate`, so that the tokens that a cache is fed are
+known one by one and the same code serves scoring and decoding.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..compat import cache_argument
+
+__all__ = [
+    "AnswerScore",
+    "Generated",
+    "Prefilled",
+    "end_of_text_ids",
+    "fork",
+    "greedy_decode",
+    "prefill",
+    "score_answer",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefilled:
+    """A cache that holds a prompt, and the logits `[V]` that follow it."""
+
+    cache: Any
+    next_logits: torch.Tensor
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """Greedy continuation, the end token left out. `finish_reason` is "eos" or "length"."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    forwards: int
+    ms_per_forward: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerScore:
+    """Mean negative log-likelihood (nats per token) of a given answer, and how often it was the argmax."""
+
+    nll_per_token: float
+    top1_rate: float
+    tokens: int
+
+
+@torch.no_grad()
+def prefill(model: Any, token_ids: Sequence[int], cache: Any) -> Prefilled:
+    """Feed the whole prompt in one forward."""
+    started = _now(model)
+    logits = _forward(model, token_ids, cache)
+    if hasattr(cache, "finish_prefill"):
+        cache.finish_prefill()  # a cache that waits for more chunks is told that there are none
+    return Prefilled(cache=cache, next_logits=logits, seconds=_now(model) - started)
+
+
+@torch.no_grad()
+def greedy_decode(model: Any, prefilled: Prefilled, max_new_tokens: int, stop_ids: frozenset[int]) -> Generated:
+    """Continue greedily until a stop token or `max_new_tokens`."""
+    tokens: list[int] = []
+    logits, forwards, started = prefilled.next_logits, 0, _now(model)
+    reason = "length"
+    while True:
+        token = int(logits.argmax())
+        if token in stop_ids:
+            reason = "eos"
+            break
+        tokens.append(token)
+        if len(tokens) == max_new_tokens:
+            break
+        logits = _forward(model, [token], prefilled.cache)
+        forwards += 1
+    elapsed_ms = 1000.0 * (_now(model) - started)
+    return Generated(
+        token_ids=tuple(tokens),
+        finish_reason=reason,
+        forwards=forwards,
+        ms_per_forward=elapsed_ms / forwards if forwards else 0.0,
+    )
+
+
+@torch.no_grad()
+def score_answer(model: Any, prefilled: Prefilled, answer_ids: Sequence[int]) -> AnswerScore:
+    """Likelihood of the answer, one token a forward.
+
+    Feeding it at once would be a prompt segment to a policy, which then selects differently from decoding.
+    """
+    logits, nll_sum, hits = prefilled.next_logits, 0.0, 0
+    for index, token in enumerate(answer_ids):
+        nll_sum -= float(torch.log_softmax(logits.float(), dim=-1)[token])
+        hits += int(logits.argmax()) == token
+        if index + 1 < len(answer_ids):
+            logits = _forward(model, [token], prefilled.cache)
+    count = len(answer_ids)
+    return AnswerScore(nll_per_token=nll_sum / count, top1_rate=hits / count, tokens=count)
+
+
+def fork(prefilled: Prefilled) -> Prefilled:
+    """An independent copy of the state after the prompt."""
+    cache = prefilled.cache
+    twin = cache.fork() if hasattr(cache, "fork") else copy.deepcopy(cache)
+    return Prefilled(cache=twin, next_logits=prefilled.next_logits, seconds=0.0)
+
+
+def end_of_text_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every id that ends an answer: chat models name some in the generation config, some in the tokenizer."""
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    found = configured if isinstance(configured, list) else [configured]
+    return frozenset(int(i) for i in [*found, tokenizer.eos_token_id] if i is not None)
+
+
+def _forward(model: Any, token_ids: Sequence[int], cache: Any) -> torch.Tensor:
+    """One forward of a single sequence; returns the logits `[V]` after its last token."""
+    input_ids = torch.tensor([list(token_ids)], device=model.device)
+    keywords: dict[str, Any] = {cache_argument(): cache, "use_cache": True}
+    # Logits of a whole prompt would be the largest tensor of the run.
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        keywords["logits_to_keep"] = 1
+    logits: torch.Tensor = model(input_ids=input_ids, **keywords).logits
+    return logits[0, -1]
+
+
+def _now(model: Any) -> float:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return time.perf_counter()

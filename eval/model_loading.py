@@ -1,0 +1,68 @@
+"""Where models of an evaluation come from, and how they are loaded."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError, did_you_mean
+
+__all__ = ["SMOLLM2_NAME", "LoadedModel", "load_model", "smollm2_directory"]
+
+SMOLLM2_NAME = "smollm2-135m-instruct"
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model in eval mode with its tokenizer; `source` is the folder or hub name it came from."""
+
+    name: str
+    source: str
+    model: Any
+    tokenizer: Any
+
+
+def smollm2_directory() -> Path:
+    """Folder of the converted SmolLM2-135M-Instruct: under `$KVPOLICY_CACHE`, else `~/.cache/hf_kvpolicy`."""
+    root = os.environ.get("KVPOLICY_CACHE") or Path.home() / ".cache" / "hf_kvpolicy"
+    return Path(root) / SMOLLM2_NAME
+
+
+def load_model(name_or_path: str, dtype: str = "auto", device: str = "cpu") -> LoadedModel:
+    """Load a causal language model and its tokenizer.
+
+    Args:
+        name_or_path: `"smollm2-135m-instruct"` (fetched before by `scripts/fetch_model`), a folder, or a hub
+            name.
+        dtype: `"auto"`, `"float32"`, `"bfloat16"` or `"float16"`.
+        device: a torch device such as `"cpu"` or `"cuda:0"`.
+
+    Raises:
+        ConfigError: unknown dtype, or the SmolLM2 folder does not exist yet.
+    """
+    if dtype not in _DTYPES:
+        raise ConfigError(f"Model dtype {dtype!r} is not one of {', '.join(_DTYPES)}.{did_you_mean(dtype, _DTYPES)}")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = _resolve(name_or_path)
+    torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype).to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    return LoadedModel(name=name_or_path, source=source, model=model, tokenizer=tokenizer)
+
+
+def _resolve(name_or_path: str) -> str:
+    if name_or_path != SMOLLM2_NAME:
+        return name_or_path
+    directory = smollm2_directory()
+    if not directory.is_dir():
+        raise ConfigError(
+            f"The model {SMOLLM2_NAME!r} is looked up in {directory}, which does not exist. "
+            "Run scripts/fetch_model once, or name another model with --model."
+        )
+    return str(directory)

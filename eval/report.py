@@ -1,0 +1,145 @@
+"""A run as tables: `report.md`, and the same rows for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from .outcomes import OK
+from .records import RunDirectory
+from .statistics import SMOKE_BELOW, Interval
+from .summary import CellSummary, summarise
+
+__all__ = ["COLUMNS", "report_markdown", "table_cells", "tables", "write_report"]
+
+COLUMNS = (
+    "policy",
+    "n",
+    "score [95%]",
+    "answer NLL [95%]",
+    "rows (min-max)",
+    "kept",
+    "MiB",
+    "of full K/V",
+    "prefill s",
+    "ms/token",
+    "outcome",
+)
+_BYTES_PER_MIB = 2**20
+
+
+def write_report(directory: RunDirectory) -> list[CellSummary]:
+    """Write `report.md` and `report.png` into the run's folder and return the summaries.
+
+    Raises:
+        ConfigError: the folder holds no run or no rows, or matplotlib is missing.
+    """
+    from .plots import save_plots
+
+    run, rows = directory.read_run(), directory.rows()
+    if not rows:
+        raise ConfigError(f"{directory.path} holds no rows yet. Run `kvpolicy eval run` with --out there first.")
+    summaries = summarise(rows)
+    save_plots(summaries, directory.path / "report.png")
+    text = report_markdown(run, summaries, image=Path("report.png"))
+    (directory.path / "report.md").write_text(text, encoding="utf-8")
+    return summaries
+
+
+def tables(summaries: Iterable[CellSummary]) -> list[tuple[str, list[CellSummary]]]:
+    """Summaries by task and length, each with a title that carries its warnings."""
+
+    def point(summary: CellSummary) -> tuple[str, int]:
+        return summary.cell.task, summary.cell.length_tokens
+
+    found = []
+    for (task, length), members in groupby(sorted(summaries, key=point), key=point):
+        group = list(members)
+        title = f"{task}, {length} tokens"
+        if not any(summary.interpretable for summary in group):
+            title += " (not interpretable: the full cache does not solve this task)"
+        found.append((title, group))
+    return found
+
+
+def table_cells(summary: CellSummary) -> list[str]:
+    """One table row as text; a failed cell has its reason and no numbers."""
+    measured = summary.measured
+    if measured is None:
+        return [summary.cell.label, "", summary.status, "", "", "", "", "", "", "", str(summary.outcome)]
+    rows = f"{measured.prompt_rows:.1f} ({measured.prompt_rows_min}-{measured.prompt_rows_max})"
+    return [
+        summary.cell.label,
+        f"{measured.n}{' smoke' if summary.is_smoke else ''}",
+        _interval(measured.score),
+        _interval(measured.answer_nll),
+        rows,
+        f"{measured.kept_ratio:.3f}",
+        f"{measured.measured_bytes / _BYTES_PER_MIB:.3f}",
+        f"{measured.measured_bytes / measured.full_kv_bytes:.1%}",
+        f"{measured.prefill_s:.2f}",
+        f"{measured.decode_ms_per_token:.1f}",
+        _outcome(summary),
+    ]
+
+
+def report_markdown(run: Mapping[str, Any], summaries: list[CellSummary], image: Path) -> str:
+    """The whole report as Markdown."""
+    lines = ["# Evaluation report", "", *_header(run), "", f"![score and NLL over measured bytes]({image})"]
+    for title, group in tables(summaries):
+        lines += ["", f"## {title}", "", _markdown_row(COLUMNS), _markdown_row(["---"] * len(COLUMNS))]
+        lines += [_markdown_row(table_cells(summary)) for summary in group]
+    failed = [summary for summary in summaries if summary.status != OK]
+    if failed:
+        lines += ["", "## Failed cells", "", "They carry no score and enter no mean.", ""]
+        lines += [f"- {_where(summary)}: {summary.status}. {summary.reason}" for summary in failed]
+    return "\n".join([*lines, "", *_notes()]) + "\n"
+
+
+def _header(run: Mapping[str, Any]) -> list[str]:
+    identity = run["identity"]
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    template = identity["template_sha256"][:12] if identity["uses_chat_template"] else "none"
+    lines = [
+        f"Model {identity['model']}, {identity['dtype']} on {run['device']}, chat template {template}.",
+        f"{run['threads']} threads, {run['jobs']} jobs. {versions}. Evidence: {run['evidence_class']}.",
+    ]
+    for name, provenance in run["tasks"].items():
+        lines.append(f"{name}: " + ", ".join(f"{key} {value}" for key, value in provenance.items()) + ".")
+    return [line for text in lines for line in (text, "")]
+
+
+def _notes() -> list[str]:
+    return [
+        "## Reading this",
+        "",
+        "- Score: share of gold answers that occur in the greedy output. NLL: nats per token of the gold answer,",
+        "  fed token by token.",
+        "- Intervals: 95% percentile bootstrap over examples. Outcome: paired with the full cache, example by example;",
+        "  degraded means that the interval of the difference in score or NLL excludes zero.",
+        f"- smoke: fewer than {SMOKE_BELOW} examples; shows that things run, supports no claim.",
+        "- Rows are per layer and head; rows and MiB are what the cache held right after the prompt. Every prompt",
+        "  carries its question, so selection is question-aware. Prompts are sized, never truncated.",
+    ]
+
+
+def _where(summary: CellSummary) -> str:
+    return f"{summary.cell.task}, {summary.cell.length_tokens} tokens, {summary.cell.label}"
+
+
+def _outcome(summary: CellSummary) -> str:
+    """The outcome, with its reservation: a difference not seen in a few examples is no absence of one."""
+    if not summary.interpretable:
+        return "not interpretable"
+    return f"{summary.outcome}{' (smoke)' if summary.is_smoke else ''}"
+
+
+def _interval(interval: Interval) -> str:
+    return f"{interval.mean:.2f} [{interval.low:.2f}, {interval.high:.2f}]"
+
+
+def _markdown_row(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

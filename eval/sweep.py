@@ -1,0 +1,161 @@
+"""Sweep files: which model, tasks, policies and budgets; checked whole before any model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ..allocation.budget import parse_budget
+from ..errors import ConfigError
+from . import fields
+from .tasks.registry import make_task
+
+__all__ = ["BudgetValue", "ModelSpec", "PolicySpec", "SweepConfig", "TaskSpec", "load_sweep", "parse_sweep"]
+
+BudgetValue: TypeAlias = "int | float | str | None"
+
+_SWEEP_KEYS = (
+    "model",
+    "tasks",
+    "policies",
+    "budgets",
+    "seeds",
+    "max_new_tokens",
+    "threads",
+    "jobs",
+    "include_random",
+)
+_DEFAULT_DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """Arguments of `model_loading.load_model`."""
+
+    name: str
+    dtype: str = "auto"
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSpec:
+    """One task at several lengths; every length is seen at every depth."""
+
+    name: str
+    lengths_tokens: tuple[int, ...]
+    depths: tuple[float, ...] = _DEFAULT_DEPTHS
+    num_examples: int = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySpec:
+    """One policy: fixed `options`, a `grid` of option values to cross, and the budgets to run it at."""
+
+    name: str
+    budgets: tuple[BudgetValue, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    grid: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepConfig:
+    """A checked sweep. `document` is the plain mapping it came from, overrides applied."""
+
+    model: ModelSpec
+    tasks: tuple[TaskSpec, ...]
+    policies: tuple[PolicySpec, ...]
+    seeds: tuple[int, ...]
+    max_new_tokens: int
+    threads: int
+    jobs: int
+    document: Mapping[str, Any]
+
+
+def load_sweep(path: Path, overrides: Mapping[str, Any] | None = None) -> SweepConfig:
+    """Read a sweep file and apply dotted overrides such as `{"tasks.0.num_examples": 5}`.
+
+    Raises:
+        ConfigError: the file is missing, is no mapping, or any key or value in it is not accepted.
+    """
+    document = fields.read_yaml_mapping(path)
+    for dotted, value in (overrides or {}).items():
+        fields.set_dotted(document, dotted, value)
+    return parse_sweep(document)
+
+
+def parse_sweep(document: Mapping[str, Any]) -> SweepConfig:
+    """Check a sweep's plain mapping and return it as records.
+
+    Raises:
+        ConfigError: an unknown key (with a suggestion), a missing one, or a value of the wrong kind.
+    """
+    fields.check_keys(document, _SWEEP_KEYS, required=("model", "tasks", "policies"), where="the sweep")
+    budgets = _budgets(document.get("budgets", []), where="budgets")
+    policies = [_policy(item, budgets, i) for i, item in enumerate(fields.items(document, "policies"))]
+    return SweepConfig(
+        model=_model(document["model"]),
+        tasks=tuple(_task(item, i) for i, item in enumerate(fields.items(document, "tasks"))),
+        policies=_with_baselines(policies, budgets, include_random=document.get("include_random", True)),
+        seeds=tuple(fields.integers(document.get("seeds", [0]), where="seeds", minimum=0)),
+        max_new_tokens=fields.integer(document.get("max_new_tokens", 16), where="max_new_tokens", minimum=1),
+        threads=fields.integer(document.get("threads", 1), where="threads", minimum=1),
+        jobs=fields.integer(document.get("jobs", 1), where="jobs", minimum=1),
+        document=dict(document),
+    )
+
+
+def _model(value: Any) -> ModelSpec:
+    if isinstance(value, str):
+        shipped = fields.shipped_config(f"models/{value}.yaml")
+        value = shipped if shipped is not None else {"name": value}
+    fields.check_keys(value, ("name", "dtype", "device"), required=("name",), where="model")
+    return ModelSpec(**{key: str(item) for key, item in value.items()})
+
+
+def _task(value: Any, index: int) -> TaskSpec:
+    where = f"tasks[{index}]"
+    allowed = ("name", "lengths_tokens", "depths", "num_examples")
+    fields.check_keys(value, allowed, required=("name", "lengths_tokens"), where=where)
+    make_task(value["name"])  # refuses an unknown name, with a suggestion
+    depths = tuple(float(depth) for depth in value.get("depths", _DEFAULT_DEPTHS))
+    if not depths or not all(0.0 <= depth <= 1.0 for depth in depths):
+        raise ConfigError(f"{where}.depths must be one or more ratios in [0, 1]; got {list(depths)}.")
+    return TaskSpec(
+        name=value["name"],
+        lengths_tokens=tuple(fields.integers(value["lengths_tokens"], where=f"{where}.lengths_tokens", minimum=1)),
+        depths=depths,
+        num_examples=fields.integer(value.get("num_examples", 10), where=f"{where}.num_examples", minimum=1),
+    )
+
+
+def _policy(value: Any, budgets: tuple[BudgetValue, ...], index: int) -> PolicySpec:
+    where = f"policies[{index}]"
+    value = {"name": value} if isinstance(value, str) else value
+    fields.check_keys(value, ("name", "options", "grid", "budgets"), required=("name",), where=where)
+    grid = {key: tuple(values) for key, values in value.get("grid", {}).items()}
+    own = _budgets(value["budgets"], where=f"{where}.budgets") if "budgets" in value else budgets
+    # A policy that takes no budget is asked for with `budgets: []` and runs once.
+    chosen = (None,) if value["name"] == "full" or not own else own
+    return PolicySpec(name=str(value["name"]), budgets=chosen, options=value.get("options", {}), grid=grid)
+
+
+def _budgets(values: Any, *, where: str) -> tuple[BudgetValue, ...]:
+    if not isinstance(values, list):
+        raise ConfigError(f'{where} must be a list such as [128, 0.25, "4MiB"]; got {values!r}.')
+    for value in values:
+        parse_budget(value)
+    return tuple(values)
+
+
+def _with_baselines(
+    policies: list[PolicySpec], budgets: tuple[BudgetValue, ...], *, include_random: bool
+) -> tuple[PolicySpec, ...]:
+    """Put the full cache first, and random selection at every budget that any policy is run at."""
+    named = {policy.name for policy in policies}
+    used = dict.fromkeys([b for p in policies for b in p.budgets if b is not None] + list(budgets))
+    baselines = [] if "full" in named else [PolicySpec(name="full", budgets=(None,))]
+    if include_random and "random" not in named and used:
+        baselines.append(PolicySpec(name="random", budgets=tuple(used)))
+    return tuple(baselines) + tuple(sorted(policies, key=lambda policy: policy.name != "full"))

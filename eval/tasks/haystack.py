@@ -1,0 +1,75 @@
+"""Filler text that needles are hidden in."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+__all__ = ["Haystack", "noise", "pydoc_prose"]
+
+# Plain statements that say nothing about keys or codes; repeated to length.
+_NOISE_SENTENCES = (
+    "The kettle is warm.",
+    "The window is open.",
+    "A bird sits on the fence.",
+    "Someone walks past the house.",
+    "The road goes on and comes back.",
+)
+# Long enough to be a sentence, short enough that one sentence cannot be a large part of a short prompt.
+_MIN_SENTENCE_CHARS = 30
+_MAX_SENTENCE_CHARS = 300
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Haystack:
+    """An endless cycle of sentences: `sentence(i)` for any i >= 0."""
+
+    name: str
+    licence: str
+    sentences: tuple[str, ...]
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the sentences: texts that ship with Python differ between its versions."""
+        return hashlib.sha256("\n".join(self.sentences).encode()).hexdigest()
+
+    def take(self, start: int, count: int) -> list[str]:
+        """`count` consecutive sentences from index `start`, going round at the end."""
+        size = len(self.sentences)
+        return [self.sentences[(start + offset) % size] for offset in range(count)]
+
+
+def noise() -> Haystack:
+    """Five sentences of our own in endless repetition."""
+    return Haystack(name="noise", licence="Apache-2.0 (this library)", sentences=_NOISE_SENTENCES)
+
+
+@lru_cache(maxsize=1)
+def pydoc_prose() -> Haystack:
+    """Sentences of the Python language reference, from `pydoc_data.topics` of the running interpreter."""
+    from pydoc_data.topics import topics  # type: ignore[import-untyped,unused-ignore]
+
+    found: list[str] = []
+    for name in sorted(topics):
+        for paragraph in str(topics[name]).split("\n\n"):
+            found.extend(_sentences_of(paragraph))
+    # Topics repeat each other; a sentence kept once keeps the haystack free of long exact copies.
+    unique = tuple(dict.fromkeys(found))
+    return Haystack(name="pydoc", licence="PSF-2.0", sentences=unique)
+
+
+def _sentences_of(paragraph: str) -> list[str]:
+    """Prose sentences of one paragraph; code blocks, lists and tables give none."""
+    lines = paragraph.strip("\n").split("\n")
+    if any(line.startswith(("  ", "*", "+", "|", ">>>")) for line in lines):
+        return []
+    text = " ".join(" ".join(lines).split())
+    return [sentence for sentence in _SENTENCE_END.split(text) if _is_usable(sentence)]
+
+
+def _is_usable(sentence: str) -> bool:
+    fits = _MIN_SENTENCE_CHARS <= len(sentence) <= _MAX_SENTENCE_CHARS
+    return fits and sentence[0].isupper() and sentence[-1] in ".!?"

@@ -1,0 +1,119 @@
+"""One example under one cell: prefill once, score the gold answer on a fork, decode, measure the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ConfigError
+from . import acting, engine, generation
+from .cells import Cell
+from .engine import CacheUse
+from .generation import AnswerScore, Generated
+from .metrics.needle_match import needle_match
+from .model_loading import LoadedModel
+from .prompting import EncodedPrompt
+from .records import CacheRecord, QualityRecord, TimingRecord
+from .tasks.base import Example
+
+__all__ = ["Trial", "run_trial"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Everything measured on one example; `did_not_act` says why the policy cannot have worked, if so."""
+
+    quality: QualityRecord
+    cache: CacheRecord
+    timing: TimingRecord
+    did_not_act: str | None
+
+
+def run_trial(
+    loaded: LoadedModel, cell: Cell, example: Example, encoded: EncodedPrompt, build_cache: Callable[[], Any]
+) -> Trial:
+    """Run one example with a fresh cache.
+
+    Raises:
+        ConfigError: the prompt is longer than the model's positions.
+        KVPolicyError: whatever the cache refuses.
+    """
+    model = loaded.model
+    _check_fits(model, len(encoded.token_ids) + cell.max_new_tokens)
+    prefilled = generation.prefill(model, encoded.token_ids, build_cache())
+    after_prompt = engine.measure(prefilled.cache)
+    answer = generation.score_answer(model, generation.fork(prefilled), encoded.answer_ids)
+    stop_ids = generation.end_of_text_ids(model, loaded.tokenizer)
+    generated = generation.greedy_decode(model, prefilled, cell.max_new_tokens, stop_ids)
+    at_end = engine.measure(prefilled.cache)
+    prompt_tokens = len(encoded.token_ids)
+    allowed = engine.budget_rows(cell, prefilled.cache, model, prompt_tokens)
+    return Trial(
+        quality=_quality(loaded, example, answer, generated),
+        cache=_cache_record(
+            prefilled.cache,
+            after_prompt,
+            at_end,
+            prompt_tokens=prompt_tokens,
+            full_kv_bytes=engine.full_kv_bytes(model, prompt_tokens),
+            allowed_rows=allowed,
+            binds=acting.budget_binds(cell, allowed, prompt_tokens),
+        ),
+        timing=TimingRecord(prefill_s=prefilled.seconds, decode_ms_per_token=generated.ms_per_forward),
+        did_not_act=acting.why_not_acting(cell, allowed, prompt_tokens, after_prompt, at_end),
+    )
+
+
+def _check_fits(model: Any, tokens: int) -> None:
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and tokens > limit:
+        raise ConfigError(
+            f"The prompt and its answer take {tokens} tokens, the model has positions for {limit}. "
+            "Ask for a shorter length."
+        )
+
+
+def _quality(loaded: LoadedModel, example: Example, answer: AnswerScore, generated: Generated) -> QualityRecord:
+    text = loaded.tokenizer.decode(generated.token_ids, skip_special_tokens=True)
+    return QualityRecord(
+        score=needle_match(text, example.answers),
+        answer_nll=answer.nll_per_token,
+        answer_top1_rate=answer.top1_rate,
+        answer_tokens=answer.tokens,
+        output_text=text,
+        output_tokens=len(generated.token_ids),
+        finish_reason=generated.finish_reason,
+    )
+
+
+def _cache_record(
+    cache: Any,
+    after_prompt: CacheUse,
+    at_end: CacheUse,
+    *,
+    prompt_tokens: int,
+    full_kv_bytes: int,
+    allowed_rows: int | None,
+    binds: bool,
+) -> CacheRecord:
+    return CacheRecord(
+        prompt_rows_mean=after_prompt.rows_mean,
+        prompt_rows_min=after_prompt.rows_min,
+        prompt_rows_max=after_prompt.rows_max,
+        final_rows_mean=at_end.rows_mean,
+        final_rows_max=at_end.rows_max,
+        kept_ratio=after_prompt.rows_mean / prompt_tokens,
+        measured_bytes=after_prompt.measured_bytes,
+        payload_bytes=after_prompt.payload_bytes,
+        slack_bytes=after_prompt.slack_bytes,
+        transient_peak_bytes=at_end.transient_peak_bytes,
+        full_kv_bytes=full_kv_bytes,
+        budget_rows=allowed_rows,
+        budget_binds=binds,
+        selections=at_end.statistics["selections"],
+        rows_dropped=at_end.statistics["rows_dropped"],
+        forwards=at_end.statistics["forwards"],
+        publications=at_end.statistics["publications"],
+        manifest_sha256=str(cache.manifest.sha256),
+    )

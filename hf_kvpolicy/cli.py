@@ -1,0 +1,129 @@
+"""The `kvpolicy` command: list, show, generate, eval."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .errors import ConfigError, KVPolicyError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="KV-cache policies for Hugging Face transformers.", no_args_is_help=True, pretty_exceptions_enable=False
+)
+
+
+@app.command("list")
+def list_policies() -> None:
+    """List policies with their source, and the supported model families."""
+    from .registry import available_policies, supported_model_types
+    from .trace import headline
+
+    names = available_policies()
+    width = max(len(name) for name in names)
+    for name in names:
+        typer.echo(f"{name:<{width}}  {headline(name)}")
+    typer.echo(f"\nmodel families: {', '.join(supported_model_types())}")
+
+
+@app.command()
+def show(
+    policy: Annotated[str, typer.Argument(help="Name of a policy, as `kvpolicy list` prints it.")],
+    budget: Annotated[int, typer.Option(min=1, help="Rows per KV head in the drawing.")] = 12,
+    prompt: Annotated[int, typer.Option(min=1, help="Prompt tokens in the drawing.")] = 24,
+    steps: Annotated[int, typer.Option(min=0, help="Decoded tokens in the drawing.")] = 8,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Policy option, such as window=4.")] = None,
+) -> None:
+    """Show a policy's source, options and defaults, and draw which positions it keeps on a small trace."""
+    with _errors_as_exit_code():
+        from .trace import describe, draw
+
+        typer.echo(describe(policy))
+        typer.echo(draw(policy, budget=budget, prompt_tokens=prompt, decode_tokens=steps, options=_options(set_)))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
+    model: Annotated[str, typer.Option(help="Hub name or folder.")] = "smollm2-135m-instruct",
+    policy: Annotated[str, typer.Option(help="Name of a policy.")] = "snapkv",
+    budget: Annotated[str | None, typer.Option(help='Rows, share of the prompt, or bytes: 512, 0.25, "64MiB".')] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Policy option, such as window=16.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    chat: Annotated[bool, typer.Option(help="Use the model's chat template when it has one.")] = True,
+) -> None:
+    """Generate with a policy cache, streaming the text; then print what the cache holds."""
+    with _errors_as_exit_code():
+        text = _prompt(prompt, prompt_file)
+        from transformers import TextStreamer
+
+        from .compat import cache_argument
+        from .config import make_cache
+        from .eval.model_loading import load_model
+
+        loaded = load_model(model, dtype=dtype, device=device)
+        cache = make_cache(policy, loaded.model, _value(budget), **_options(set_))
+        tokenizer = loaded.tokenizer
+        if chat and getattr(tokenizer, "chat_template", None):
+            message = [{"role": "user", "content": text}]
+            text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+            inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False).to(device)
+        else:
+            inputs = tokenizer(text, return_tensors="pt").to(device)
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        arguments: dict[str, Any] = {**inputs, cache_argument(): cache, "streamer": streamer}
+        loaded.model.generate(**arguments, max_new_tokens=max_new_tokens, do_sample=False)
+        typer.echo(f"\n{cache!r}\n{cache.ledger()}", err=True)
+
+
+def main() -> None:
+    """Run the command line; `eval` is mounted here, so that the library itself never imports the harness."""
+    from .eval.cli import app as evaluation
+
+    app.add_typer(evaluation, name="eval")
+    app()
+
+
+@contextmanager
+def _errors_as_exit_code() -> Iterator[None]:
+    try:
+        yield
+    except KVPolicyError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    if (prompt is None) == (prompt_file is None):
+        raise ConfigError("Give exactly one of --prompt and --prompt-file.")
+    if prompt_file is None:
+        return prompt or ""
+    try:
+        return prompt_file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"The prompt file {str(prompt_file)!r} cannot be read: {error}.") from error
+
+
+def _options(pairs: list[str] | None) -> dict[str, Any]:
+    """Read `key=value` pairs; values are YAML, so that numbers, lists and null mean what they look like."""
+    options: dict[str, Any] = {}
+    for pair in pairs or []:
+        key, separator, value = pair.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"--set {pair!r} is not of the form key=value, such as window=16.")
+        options[key] = _value(value)
+    return options
+
+
+def _value(text: str | None) -> Any:
+    import yaml
+
+    return None if text is None else yaml.safe_load(text)

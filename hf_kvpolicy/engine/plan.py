@@ -1,0 +1,84 @@
+"""Which kind of step a forward is."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+from .append import AppendStep
+from .composition import Composition
+from .inputs import ForwardInputs
+from .ring import RingStep
+from .segment import SegmentStep
+from .snapshot import Snapshot
+from .step import Step
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+__all__ = ["MAX_ROLLBACK_TOKENS", "plan_step", "selects_segments"]
+
+# Queries held beyond the observation window while a prompt waits for acceptance.
+MAX_ROLLBACK_TOKENS = 64
+
+
+def plan_step(runtime: Runtime, inputs: ForwardInputs) -> Step:
+    """Return the step that runs a forward: append, ring, or a segment whose rows compete."""
+    policy, snapshot = runtime.composition, runtime.snapshot
+    held = policy.chunked_prefill == "hold" and not policy.is_positional
+    if (
+        runtime.recording
+        or policy.schedule == "never"
+        or (policy.schedule == "end_of_prefill" and _appends(runtime, inputs))
+    ):
+        return _append_step(runtime, inputs, held)
+    budget = runtime.budget_rows(inputs.frontier_after, inputs.batch)
+    if (
+        policy.schedule == "every_step"
+        and inputs.length == 1
+        and snapshot.width
+        and not (snapshot.tail and snapshot.tail.width)
+    ):
+        return RingStep(runtime, snapshot, inputs, runtime.open_transaction(state=True), budget)
+    _warn_consecutive(runtime, inputs)
+    return SegmentStep(runtime, snapshot, inputs, runtime.open_transaction(state=True), budget)
+
+
+def _appends(runtime: Runtime, inputs: ForwardInputs) -> bool:
+    """Whether an end-of-prefill policy takes these rows without choosing."""
+    policy = runtime.composition
+    if inputs.length == 1 and runtime.snapshot.frontier.columns:
+        return True
+    if policy.on_append == "append" and runtime.snapshot.decision_epoch:
+        return True
+    return policy.chunked_prefill == "hold" and not policy.is_positional
+
+
+def _append_step(runtime: Runtime, inputs: ForwardInputs, held: bool) -> AppendStep:
+    policy = runtime.composition
+    step = AppendStep(runtime, runtime.snapshot, inputs, runtime.open_transaction(state=False))
+    if inputs.length > 1 and selects_segments(policy, runtime.snapshot) and (held or runtime.recording):
+        rollback = MAX_ROLLBACK_TOKENS if runtime.recording else 0
+        wanted = policy.evidence.window_queries
+        step.hold(wanted + rollback if wanted else 0)
+    return step
+
+
+def selects_segments(policy: Composition, snapshot: Snapshot) -> bool:
+    """Whether a prompt segment is compressed at its end."""
+    if policy.schedule != "end_of_prefill":
+        return False
+    return policy.on_append == "recompress" or not snapshot.decision_epoch
+
+
+def _warn_consecutive(runtime: Runtime, inputs: ForwardInputs) -> None:
+    policy = runtime.composition
+    unplanned = policy.chunked_prefill is None and not policy.is_positional and runtime.snapshot.last_was_segment
+    if unplanned and inputs.length > 1 and not runtime.warned_segments:
+        runtime.warned_segments = True
+        warnings.warn(
+            f"{policy.policy}: two prompt segments follow one another without a decode step; each is compressed on "
+            "its own. If this is one prompt fed in chunks, make the cache with chunked_prefill='hold' (one selection "
+            "at the end) or 'bounded' (the budget holds after every chunk).",
+            stacklevel=2,
+        )

@@ -1,0 +1,243 @@
+"""A published snapshot as named tensors and plain JSON, and back.
+
+Letters: B batch rows, S stored heads, C capacity in slots, D head dimension, F columns ever fed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compat import mask_rule
+from ..contract import Generations
+from ..engine.queries import QueryWindow
+from ..engine.snapshot import Frontier, OpenSegment, Snapshot
+from ..errors import BackendAdmissionError, ConfigError, IntegrityError
+from ..masks import MaskRecord
+from ..storage import DenseRows, RowMap
+
+__all__ = ["Tensors", "decode", "encode"]
+
+Tensors = dict[str, Tensor]
+_MAP_PARTS = {"columns": torch.int32, "tokens": torch.int32, "live": torch.bool}
+
+
+def encode(snapshot: Snapshot) -> tuple[dict[str, Any], Tensors]:
+    """Return a snapshot's facts as plain JSON values and its tensors by name.
+
+    Raises:
+        ConfigError: an open segment is masked by a rule that cannot be named.
+    """
+    width, frontier, tensors = snapshot.width, snapshot.frontier, Tensors()
+    for layer, rows in enumerate(snapshot.rows):
+        tensors[f"layer.{layer}.keys"], tensors[f"layer.{layer}.values"] = rows.view(width)
+        if rows.pinned_keys_BSPD is not None:
+            tensors[f"layer.{layer}.pinned_keys"] = rows.pinned_keys_BSPD
+    for index, part in enumerate(snapshot.maps):
+        tensors |= _map_tensors(f"map.{index}", part)
+    if snapshot.tail is not None:
+        tensors |= _map_tensors("tail", snapshot.tail)
+    if frontier.seen_BF is not None:
+        tensors["frontier.seen"] = frontier.seen_BF
+    facts = {
+        "generations": asdict(snapshot.generations),
+        "frontier": {
+            "columns": frontier.columns,
+            "tokens": list(frontier.tokens),
+            "position_offsets": list(frontier.position_offsets),
+        },
+        "capacities": [rows.capacity for rows in snapshot.rows],
+        "maps_ordered": [part.ordered for part in snapshot.maps],
+        "tail_ordered": None if snapshot.tail is None else snapshot.tail.ordered,
+        "counts": list(snapshot.counts),
+        "tail_counts": list(snapshot.tail_counts),
+        "budget_rows": None if snapshot.budget_rows is None else list(snapshot.budget_rows),
+        "open_segment": None,
+        "last_was_segment": snapshot.last_was_segment,
+        "decision_epoch": snapshot.decision_epoch,
+        "evicted_at_column": snapshot.evicted_at_column,
+    }
+    if snapshot.open_segment is not None:
+        facts["open_segment"] = _encode_segment(snapshot.open_segment, tensors)
+    return facts, tensors
+
+
+def decode(
+    facts: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device, layer_devices: Sequence[torch.device]
+) -> Snapshot:
+    """Rebuild a snapshot on the devices given; every tensor is copied.
+
+    Raises:
+        IntegrityError: facts and tensors do not belong together.
+    """
+    frontier, pool = facts["frontier"], _Pool(tensors)
+    maps = tuple(_map(pool, f"map.{i}", ordered, device) for i, ordered in enumerate(facts["maps_ordered"]))
+    tail = None if facts["tail_ordered"] is None else _map(pool, "tail", facts["tail_ordered"], device)
+    rows = tuple(_rows(pool, i, slots, layer_devices[i]) for i, slots in enumerate(facts["capacities"]))
+    seen = pool.take("frontier.seen", device) if "frontier.seen" in tensors else None
+    segment = facts["open_segment"]
+    snapshot = Snapshot(
+        generations=Generations(**facts["generations"]),
+        frontier=Frontier(
+            columns=frontier["columns"],
+            tokens=tuple(frontier["tokens"]),
+            position_offsets=tuple(frontier["position_offsets"]),
+            seen_BF=seen,
+        ),
+        rows=rows,
+        maps=maps,
+        tail=tail,
+        counts=tuple(facts["counts"]),
+        tail_counts=tuple(facts["tail_counts"]),
+        budget_rows=None if facts["budget_rows"] is None else tuple(facts["budget_rows"]),
+        open_segment=None if segment is None else _decode_segment(segment, pool, device, layer_devices),
+        last_was_segment=facts["last_was_segment"],
+        decision_epoch=facts["decision_epoch"],
+        evicted_at_column=facts["evicted_at_column"],
+    )
+    pool.require_empty()
+    _check_shapes(snapshot)
+    return snapshot
+
+
+class _Pool:
+    """Named tensors, each taken once."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._left = dict(tensors)
+
+    def take(self, name: str, device: torch.device) -> Tensor:
+        """Return a copy: tensors of a file are windows on all of it."""
+        if name not in self._left:
+            raise IntegrityError(f"The saved cache lacks the tensor {name!r}, which its record names.")
+        return self._left.pop(name).to(device, copy=True)
+
+    def has(self, name: str) -> bool:
+        return name in self._left
+
+    def require_empty(self) -> None:
+        if self._left:
+            raise IntegrityError(f"The saved cache has tensors that its record does not explain: {sorted(self._left)}.")
+
+
+def _map_tensors(name: str, part: RowMap) -> Tensors:
+    return {
+        f"{name}.columns": part.columns_BMW,
+        f"{name}.tokens": part.tokens_BMW,
+        f"{name}.live": part.live_BMW,
+    }
+
+
+def _map(pool: _Pool, name: str, ordered: bool, device: torch.device) -> RowMap:
+    parts = {part: pool.take(f"{name}.{part}", device) for part in _MAP_PARTS}
+    if any(
+        parts[part].dtype != dtype or parts[part].shape != parts["live"].shape for part, dtype in _MAP_PARTS.items()
+    ):
+        raise IntegrityError(f"The saved map {name!r} has parts of unequal shape or wrong type.")
+    return RowMap(columns_BMW=parts["columns"], tokens_BMW=parts["tokens"], live_BMW=parts["live"], ordered=ordered)
+
+
+def _rows(pool: _Pool, layer: int, capacity: int, device: torch.device) -> DenseRows:
+    keys, values = pool.take(f"layer.{layer}.keys", device), pool.take(f"layer.{layer}.values", device)
+    if capacity < keys.shape[2] or keys.shape[:3] != values.shape[:3]:
+        raise IntegrityError(f"Layer {layer} was saved with keys, values and a capacity that contradict one another.")
+    name = f"layer.{layer}.pinned_keys"
+    pinned = pool.take(name, device) if pool.has(name) else None
+    rows = DenseRows.allocate(keys, values, capacity, 0 if pinned is None else pinned.shape[2])
+    rows.write(0, keys, values)
+    if rows.pinned_keys_BSPD is not None and pinned is not None:
+        rows.pinned_keys_BSPD.copy_(pinned)
+    return rows
+
+
+def _check_shapes(snapshot: Snapshot) -> None:
+    batch, width, columns = snapshot.batch_size, snapshot.width, snapshot.frontier.columns
+    seen = snapshot.frontier.seen_BF
+    parts = [*snapshot.maps, *([] if snapshot.tail is None else [snapshot.tail])]
+    heads = snapshot.rows[0].keys_BSCD.shape[1] if snapshot.rows else 1
+    per_row = [snapshot.frontier.position_offsets, snapshot.counts, snapshot.tail_counts, snapshot.budget_rows]
+    sound = (
+        (not snapshot.rows or len(snapshot.maps) in (1, len(snapshot.rows)))
+        and all(part.live_BMW.shape[0] == batch and part.map_heads in (1, heads) for part in parts)
+        and len({part.width for part in snapshot.maps}) <= 1
+        and all(rows.keys_BSCD.shape[:2] == (batch, heads) and rows.capacity >= width for rows in snapshot.rows)
+        and (seen is None or tuple(seen.shape) == (batch, columns))
+        and all(not values or len(values) == batch for values in per_row)
+    )
+    if not sound:
+        raise IntegrityError("The saved maps, buffers and counts do not describe one and the same cache.")
+
+
+def _encode_segment(segment: OpenSegment, tensors: Tensors) -> dict[str, Any]:
+    for layer, queries in enumerate(segment.queries_BQWD):
+        tensors[f"segment.queries.{layer}"] = queries
+    window = segment.window
+    if window is not None:
+        tensors["segment.columns"] = window.columns_BW
+        for name, part in (("real", window.real_BW), ("index", window.index_BW)):
+            if part is not None:
+                tensors[f"segment.{name}"] = part
+    return {
+        "start_column": segment.start_column,
+        "scaling": segment.scaling,
+        "rule": _rule_facts(segment.rule),
+        "held_layers": len(segment.queries_BQWD),
+        "has_window": window is not None,
+    }
+
+
+def _decode_segment(
+    facts: Mapping[str, Any], pool: _Pool, device: torch.device, layer_devices: Sequence[torch.device]
+) -> OpenSegment:
+    window = None
+    if facts["has_window"]:
+        columns = pool.take("segment.columns", device)
+        parts = [pool.take(n, device) if pool.has(n) else None for n in ("segment.real", "segment.index")]
+        window = QueryWindow(columns_BW=columns, real_BW=parts[0], index_BW=parts[1])
+    return OpenSegment(
+        start_column=facts["start_column"],
+        scaling=facts["scaling"],
+        rule=_rule(facts["rule"]),
+        window=window,
+        queries_BQWD=tuple(pool.take(f"segment.queries.{i}", layer_devices[i]) for i in range(facts["held_layers"])),
+    )
+
+
+def _rule_facts(rule: MaskRecord) -> dict[str, Any]:
+    """Name a masking rule; a function cannot be saved."""
+    window = rule.window_tokens
+    if window is None and rule.is_causal_for(sys.maxsize):
+        return {"kind": "causal"}
+    if window is not None and _is_sliding(rule, window):
+        return {"kind": "sliding_window", "tokens": window}
+    raise ConfigError(
+        "A prompt of this cache still waits for its selection, and its mask is neither plain causal nor a sliding "
+        "window, so it cannot be saved. Call cache.finish_prefill() first."
+    )
+
+
+def _rule(facts: Mapping[str, Any]) -> MaskRecord:
+    if facts["kind"] not in ("causal", "sliding_window"):
+        raise IntegrityError(f"The saved prompt segment has the masking rule {facts['kind']!r}, which does not exist.")
+    window = None if facts["kind"] == "causal" else int(facts["tokens"])
+    return MaskRecord("sdpa", {"mask_function": mask_rule(window), "local_size": window, "use_vmap": False}).rule_only()
+
+
+def _is_sliding(rule: MaskRecord, window: int) -> bool:
+    """Compare a rule with a sliding window by what it does, at and around every edge a window or a chunk can have."""
+    last = 3 * window + 3
+    edges = {edge + step for edge in (0, window, 2 * window, 3 * window) for step in (-1, 0, 1, 2)}
+    queries = torch.tensor(sorted(q for q in edges if 0 <= q <= last)).view(1, 1, -1, 1)
+    rows = torch.arange(last + 1).view(1, 1, 1, -1)
+    try:
+        allowed = rule.allows(queries, rows)
+    except BackendAdmissionError:
+        return False
+    except (IndexError, RuntimeError):  # it reads a tensor of its own
+        return False
+    return torch.equal(allowed, (rows <= queries) & (rows > queries - window))

@@ -1,0 +1,102 @@
+"""Drawing what a policy does: which positions it keeps, step by step, on a tiny random model (nothing is loaded)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .compat import cache_argument
+from .config import make_cache, policy_options
+from .registry import policy_class
+
+__all__ = ["TraceRow", "describe", "draw", "headline", "trace"]
+
+_KEPT, _DROPPED, _UNSEEN = "█", "·", " "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRow:
+    """What one layer and head holds after so many tokens."""
+
+    tokens: int
+    positions: tuple[int, ...]
+
+
+def headline(policy: str) -> str:
+    """Return the first line of a policy file's documentation."""
+    document = inspect.getdoc(inspect.getmodule(policy_class(policy))) or ""
+    return document.splitlines()[0] if document else ""
+
+
+def describe(policy: str) -> str:
+    """Return a policy's documentation (paper, equations, deviations) and its options with their defaults."""
+    cls = policy_class(policy)
+    document = inspect.getdoc(inspect.getmodule(cls)) or ""
+    parameters = inspect.signature(cls).parameters
+    lines = [document, "", f"{cls.__name__}(model, ...)"]
+    for name in policy_options(policy):
+        default = parameters[name].default
+        lines.append(f"  {name} = {'(required)' if default is inspect.Parameter.empty else repr(default)}")
+    return "\n".join(lines)
+
+
+def trace(
+    policy: str, *, budget: int, prompt_tokens: int, decode_tokens: int, options: Mapping[str, Any], layer: int = 0
+) -> list[list[TraceRow]]:
+    """Run a policy on a tiny random Llama; return, per KV head, what is held after the prompt and each token.
+
+    Raises:
+        KVPolicyError: the options do not fit the policy.
+    """
+    model = _tiny_model()
+    given = dict(options)
+    if "budget" in policy_options(policy):
+        given.setdefault("budget", budget)
+    if "window" in policy_options(policy):
+        given.setdefault("window", max(1, budget // 3))
+    cache = make_cache(policy, model, **given)
+    ids = torch.randint(1, 60, (1, prompt_tokens + decode_tokens), generator=torch.Generator().manual_seed(0))
+    rows: list[list[TraceRow]] = [[] for _ in range(cache.geometry.num_kv_heads)]
+    chunks = [ids[:, :prompt_tokens], *(ids[:, i : i + 1] for i in range(prompt_tokens, ids.shape[1]))]
+    with torch.inference_mode():
+        for chunk in chunks:
+            model(chunk, **{cache_argument(): cache}, use_cache=True)
+            for head, tokens in enumerate(cache.positions(layer)[: len(rows)]):
+                rows[head].append(TraceRow(tokens=cache.get_seq_length(), positions=tuple(tokens.tolist())))
+    return rows
+
+
+def draw(policy: str, *, budget: int, prompt_tokens: int, decode_tokens: int, options: Mapping[str, Any]) -> str:
+    """Draw a trace as text: a line a step, a column a token position, one block per KV head."""
+    heads = trace(policy, budget=budget, prompt_tokens=prompt_tokens, decode_tokens=decode_tokens, options=options)
+    total = prompt_tokens + decode_tokens
+    same = all(head == heads[0] for head in heads)
+    lines = []
+    for number, rows in enumerate(heads[:1] if same else heads):
+        lines.append(f"\n{'all KV heads' if same else f'KV head {number}'} of layer 0, random weights; {_KEPT} kept")
+        for row in rows:
+            kept = set(row.positions)
+            cells = (_KEPT if p in kept else _DROPPED if p < row.tokens else _UNSEEN for p in range(total))
+            lines.append(f"{row.tokens:>5} tokens  {''.join(cells)}  {len(kept)} rows")
+    return "\n".join(lines)
+
+
+def _tiny_model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config).eval()

@@ -1,0 +1,111 @@
+"""Decode time, prefill time, bytes and peak memory of policies against transformers' own cache, with targets.
+
+A script to read, not a test: times on a shared machine vary. docs/benchmarks.md tells how to read them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_lib.memory import byte_measures, child_report, peak_measures
+from bench_lib.models import POLICIES, stock_twin
+from bench_lib.report import Measure, environment, print_report, write_json
+from bench_lib.timing import Case, decode_measures, prefill_measures
+from script_lib.loading import DTYPES, load_model, load_tokenizer, resolve_model, use_threads
+from script_lib.prompts import filler_ids
+
+PEAK_POLICY = "snapkv"
+PEAK_ROWS = 512
+PARTS = ("decode", "prefill", "bytes", "peak")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
+    parser.add_argument("--model", help="a hub name or a folder (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--rows", type=int, nargs="+", default=[128, 512], help="rows the policies hold")
+    parser.add_argument("--rounds", type=int, default=30, help="interleaved rounds of a decode measure")
+    parser.add_argument("--prefill-rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="batch 1, context 1024, 128 rows, few rounds")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--threads", type=int, help="torch threads (default: one a core)")
+    parser.add_argument("--out", type=Path, help="write the results, raw ratios included, to this JSON file")
+    parser.add_argument("--child", choices=("full", *POLICIES), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.batches, arguments.contexts, arguments.rows = [1], [1024], [128]
+        arguments.rounds, arguments.prefill_rounds = 10, 3
+    return arguments
+
+
+def note(text: str) -> None:
+    print(f"... {text}", file=sys.stderr, flush=True)
+
+
+def timed_parts(arguments: argparse.Namespace, model: Any, stock: Any, filler: list[int]) -> Iterator[Measure]:
+    cases = [
+        Case(batch, context, rows)
+        for batch in arguments.batches
+        for context in arguments.contexts
+        for rows in arguments.rows
+    ]
+    if "bytes" in arguments.parts:
+        note("bytes")
+        for batch in arguments.batches:
+            for rows in arguments.rows:
+                yield from byte_measures(model, filler, batch, min(arguments.contexts), rows)
+    if "prefill" in arguments.parts:
+        # Batch 1 at the longest context: larger batches take minutes a round and compare the same work.
+        case = Case(1, max(arguments.contexts), max(arguments.rows))
+        note(f"prefill: {case}, {arguments.prefill_rounds} rounds")
+        yield from prefill_measures(model, stock, filler, case, arguments.prefill_rounds)
+    if "decode" in arguments.parts:
+        for number, case in enumerate(cases, start=1):
+            note(f"decode {number}/{len(cases)}: {case}, {arguments.rounds} rounds")
+            yield from decode_measures(model, stock, filler, case, arguments.rounds)
+
+
+def child_arguments(arguments: argparse.Namespace, name: str) -> list[str]:
+    passed = ["--model", name, "--device", arguments.device, "--dtype", arguments.dtype]
+    return passed + (["--threads", str(arguments.threads)] if arguments.threads else [])
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    use_threads(arguments.threads)
+    name = resolve_model(arguments.model)
+    tokenizer = load_tokenizer(name)
+    # The peak is always taken at 4096 tokens: a shorter prompt's cache does not show in a process's peak.
+    filler = filler_ids(tokenizer, max(4096, *arguments.contexts))
+    if arguments.child:
+        policy = None if arguments.child == "full" else arguments.child
+        model = load_model(name, arguments.device, arguments.dtype)
+        with torch.inference_mode():
+            print(json.dumps(child_report(model, filler, policy, 4096, PEAK_ROWS)))
+        return 0
+    measures: list[Measure] = []
+    if "peak" in arguments.parts:
+        note("peak: two prefills in processes of their own")
+        measures += peak_measures(child_arguments(arguments, name), PEAK_POLICY, 4096, PEAK_ROWS)
+    model = load_model(name, arguments.device, arguments.dtype)
+    stock = stock_twin(model)
+    with torch.inference_mode():
+        measures += timed_parts(arguments, model, stock, filler)
+    facts = environment(name, arguments.device, arguments.dtype)
+    print_report(facts, measures)
+    if arguments.out:
+        write_json(arguments.out, facts, measures)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

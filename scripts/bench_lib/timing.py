@@ -1,0 +1,140 @@
+"""Decode and prefill time of policies against transformers' own cache, in interleaved rounds.
+
+Every round runs each contender once, in an order that rotates, and ratios are taken within a round: a slow
+moment of the machine then hits both sides. The reported ratio is the median over rounds; "total" is the ratio
+of the summed times, which also counts what happens only now and then, such as a buffer that grows.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .models import POLICIES, STATIC_POLICIES, batch_ids, forward, new_cache, stored_rows
+from .report import Measure
+
+DECODE_TARGET = 1.05
+PREFILL_TARGETS = {True: 1.03, False: 1.08}
+BLOCK_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`prepare` runs off the clock and returns what the clock runs."""
+
+    name: str
+    prepare: Callable[[], Callable[[], None]]
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: int
+    context: int
+    rows: int
+
+
+def interleaved(contenders: list[Contender], rounds: int) -> dict[str, list[float]]:
+    """Seconds per contender and round; one more round runs first and is not counted."""
+    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for number in range(rounds + 1):
+        turn = number % len(contenders)
+        for contender in contenders[turn:] + contenders[:turn]:
+            work = contender.prepare()
+            begin = time.perf_counter()
+            work()
+            if number:
+                seconds[contender.name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def _ratio(seconds: list[float], baseline: list[float], scale: float) -> tuple[float, dict[str, Any]]:
+    ratios = [a / b for a, b in zip(seconds, baseline, strict=True)]
+    quarters = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    details = {
+        "ms": statistics.median(seconds) * scale, "stock ms": statistics.median(baseline) * scale,
+        "quartiles": f"{quarters[0]:.3f}-{quarters[2]:.3f}", "total": sum(seconds) / sum(baseline),
+        "rounds": len(ratios), "ratios": ratios,
+    }  # fmt: skip
+    return statistics.median(ratios), details
+
+
+def _decode_block(model: Any, cache: Any, ids: torch.Tensor) -> None:
+    for step in range(BLOCK_TOKENS):
+        forward(model, ids[:, step : step + 1], cache)
+
+
+def _stock_contender(name: str, stock: Any, ids: torch.Tensor, first_row_count: int) -> Contender:
+    """Decodes from `first_row_count` rows; cropping afterwards puts every block at the same length."""
+    cache = new_cache(None, stock, 0)
+    forward(stock, ids[:, :first_row_count], cache)
+    used = False
+
+    def prepare() -> Callable[[], None]:
+        nonlocal used
+        if used:
+            cache.crop(-BLOCK_TOKENS)
+        used = True
+        return lambda: _decode_block(stock, cache, ids)
+
+    return Contender(name, prepare)
+
+
+def _policy_contender(policy: str, model: Any, ids: torch.Tensor, case: Case) -> tuple[Contender, bool]:
+    """The contender, and whether the policy appends decode rows (it then starts every block from a fork)."""
+    cache = new_cache(policy, model, case.rows)
+    forward(model, ids[:, : case.context], cache)
+    layers = model.config.get_text_config().num_hidden_layers
+    probe = cache.fork()
+    _decode_block(model, probe, ids)
+    grows = stored_rows(probe, layers) > case.rows
+
+    def prepare() -> Callable[[], None]:
+        running = cache.fork() if grows else cache
+        return lambda: _decode_block(model, running, ids)
+
+    return Contender(policy, prepare), grows
+
+
+def decode_measures(model: Any, stock: Any, filler: list[int], case: Case, rounds: int) -> Iterator[Measure]:
+    """ms/token of each policy that holds `rows` rows over transformers' own cache that holds as many."""
+    ids = batch_ids(filler, case.batch, case.context, model.device)
+    # A cache that does not grow is compared with one whose mean length over a block is the same.
+    contenders = [
+        _stock_contender("stock, constant", stock, ids, case.rows - BLOCK_TOKENS // 2),
+        _stock_contender("stock, growing", stock, ids, case.rows),
+    ]
+    baseline: dict[str, str] = {}
+    for policy in POLICIES:
+        contender, grows = _policy_contender(policy, model, ids, case)
+        contenders.append(contender)
+        baseline[policy] = contenders[1 if grows else 0].name
+    seconds = interleaved(contenders, rounds)
+    for policy in POLICIES:
+        value, details = _ratio(seconds[policy], seconds[baseline[policy]], 1e3 / BLOCK_TOKENS)
+        name = f"{policy}, {case.rows} rows, context {case.context}, batch {case.batch}"
+        yield Measure("decode ms/token", name, value, "<=", DECODE_TARGET, details)
+
+
+def prefill_measures(model: Any, stock: Any, filler: list[int], case: Case, rounds: int) -> Iterator[Measure]:
+    """Prefill time of each policy over transformers' own cache."""
+    ids = batch_ids(filler, case.batch, case.context, model.device)
+
+    def contender(policy: str | None) -> Contender:
+        runner = stock if policy is None else model
+
+        def prepare() -> Callable[[], None]:
+            cache = new_cache(policy, runner, case.rows)
+            return lambda: forward(runner, ids, cache)
+
+        return Contender(policy or "stock", prepare)
+
+    seconds = interleaved([contender(policy) for policy in (None, *POLICIES)], rounds)
+    for policy in POLICIES:
+        value, details = _ratio(seconds[policy], seconds["stock"], 1e3)
+        name = f"{policy}, {case.rows} rows, context {case.context}, batch {case.batch}"
+        yield Measure("prefill", name, value, "<=", PREFILL_TARGETS[policy in STATIC_POLICIES], details)

@@ -1,0 +1,118 @@
+"""The commands end to end, on a tiny model saved to disk and the real cache engine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from eval_fakes import tiny_loaded
+from typer.testing import CliRunner
+
+from hf_kvpolicy.eval.cli import app
+
+pytest.importorskip("evaluate")
+pytest.importorskip("matplotlib")
+
+SWEEP = {
+    "model": "replaced on the command line",
+    "budgets": [48, 0.5],
+    "max_new_tokens": 4,
+    "tasks": [{"name": "needle_single_noise", "lengths_tokens": [600], "depths": [0.2, 0.8], "num_examples": 4}],
+    "policies": ["streaming_llm", {"name": "snapkv", "options": {"window": 8}, "grid": {"unit": ["head", "layer"]}}],
+}
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump(SWEEP))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    loaded = tiny_loaded()
+    loaded.model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def invoke(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return result.exit_code, result.output
+
+
+def test_run_then_resume_then_report(sweep: Path, model_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code, text = invoke("run", sweep, "--model", model_folder, "--out", out, "--limit", 2)
+    assert code == 0, text
+    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 * (1 + 4 * 2)  # full; random, streaming_llm, snapkv twice, at two budgets
+    for row in rows:
+        cell, cache, prompt = row["cell"], row["cache"], row["example"]["prompt_tokens"]
+        expected = {None: prompt, 48: 48, 0.5: prompt // 2}[cell["budget"]]
+        assert cache["prompt_rows_mean"] == expected
+        assert cache["measured_bytes"] >= cache["payload_bytes"] > 0
+        assert cache["budget_binds"] is (cell["policy"] != "full")
+
+    code, text = invoke("run", sweep, "--model", model_folder, "--out", out)
+    assert "18 rows written, 18 done before, 0 failed" in text
+
+    code, text = invoke("report", out)
+    assert code == 0, text
+    assert "snapkv(unit=layer,window=8) @ 0.5" in (out / "report.md").read_text()
+
+
+def test_a_dry_run_counts_cells_and_tokens_and_loads_nothing(sweep: Path) -> None:
+    code, text = invoke("run", sweep, "--dry-run", "--limit", 1)
+    assert code == 0
+    assert "9 cells, about 5400 tokens" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("policies.1.name=snapk", "Did you mean 'snapkv'"),
+        ("policies.1.options.windw=3", "Did you mean 'window'"),
+        ("tasks.0.length=3", "Did you mean"),
+        ("budgets=[0]", "keeps nothing"),
+        ("tasks.0.num_examples=5", "Ask for a multiple of 2"),
+    ],
+)
+def test_mistakes_end_before_a_model_is_loaded(sweep: Path, override: str, message: str) -> None:
+    code, text = invoke("run", sweep, "--set", override)
+    assert code == 2
+    assert message in " ".join(text.split())
+
+
+def test_a_failed_cell_makes_the_exit_status_one(sweep: Path, model_folder: Path, tmp_path: Path) -> None:
+    # The window alone is larger than the budget, which the policy refuses.
+    bad_window = "policies.1.options.window=50"
+    code, text = invoke(
+        "run", sweep, "--model", model_folder, "--out", tmp_path / "out", "--set", bad_window, "--limit", 1
+    )
+    assert code == 1
+    assert "failed: BudgetError" in text
+    code, text = invoke("report", tmp_path / "out")
+    assert code == 0
+    assert "runtime-inadmissible" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_reporting_on_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    code, text = invoke("report", tmp_path)
+    assert code == 2
+    assert "run.json" in text
+
+
+def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in sys.modules if name.startswith("hf_kvpolicy.eval.")]:
+        if name.rpartition(".")[2] in {"report", "summary", "answer_nll", "needle_match", "terminal", "plots"}:
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "evaluate", None)
+    code, text = invoke("report", tmp_path)
+    assert code == 2
+    assert "pip install hf-kvpolicy[eval]" in " ".join(text.split())

@@ -1,0 +1,145 @@
+"""Summaries and reports from hand-made rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("evaluate")
+pytest.importorskip("matplotlib")
+
+from eval_fakes import made_row
+
+from hf_kvpolicy.errors import ConfigError, IntegrityError
+from hf_kvpolicy.eval.outcomes import Outcome
+from hf_kvpolicy.eval.records import Row, RunDirectory
+from hf_kvpolicy.eval.report import write_report
+from hf_kvpolicy.eval.summary import summarise
+from hf_kvpolicy.eval.terminal import print_tables
+
+RUN: dict[str, Any] = {
+    "identity": {
+        "model": "tiny",
+        "dtype": "torch.float32",
+        "template_sha256": "ab" * 32,
+        "uses_chat_template": True,
+    },
+    "identity_sha256": "x",
+    "device": "cpu",
+    "threads": 1,
+    "jobs": 1,
+    "versions": {"torch": "2"},
+    "evidence_class": "locally measured",
+    "tasks": {"needle_single_noise": {"haystack": "noise"}},
+}
+
+
+def full(count: int = 8, output: str = "7") -> list[Row]:
+    return [made_row("full", index, output=output) for index in range(count)]
+
+
+def folder_with(rows: list[Row], path: Path) -> RunDirectory:
+    directory = RunDirectory(path)
+    directory.begin(RUN)
+    for row in rows:
+        directory.append(row)
+    return directory
+
+
+def test_outcomes_compare_with_the_full_cache_example_by_example() -> None:
+    good = [made_row("snapkv", index, budget=128) for index in range(8)]
+    bad = [made_row("snapkv", index, budget=64, output="wrong") for index in range(8)]
+    summaries = summarise([*full(), *good, *bad])
+    assert [s.outcome for s in summaries] == [
+        Outcome.QUALITY_VALID,
+        Outcome.QUALITY_VALID,
+        Outcome.QUALITY_DEGRADED,
+    ]
+    assert [s.measured.score.mean for s in summaries if s.measured] == [1.0, 1.0, 0.0]
+    assert all(s.is_smoke for s in summaries)
+
+
+def test_fifty_examples_are_no_smoke() -> None:
+    assert not summarise(full(50))[0].is_smoke
+
+
+def test_a_task_the_full_cache_cannot_do_is_not_interpretable() -> None:
+    policy = [made_row("snapkv", index, budget=64) for index in range(8)]
+    summaries = summarise([*full(output="wrong"), *policy])
+    assert [s.interpretable for s in summaries] == [False, False]
+    assert {s.outcome for s in summaries} == {Outcome.UNMEASURED}
+
+
+def test_without_a_full_baseline_nothing_is_interpretable() -> None:
+    assert not summarise([made_row("snapkv", 0, budget=64)])[0].interpretable
+
+
+def test_one_failed_row_takes_the_score_from_its_cell() -> None:
+    rows = [made_row("snapkv", index, budget=64) for index in range(7)]
+    failed = made_row(
+        "snapkv",
+        7,
+        budget=64,
+        status="failed: policy did not act",
+        outcome="unmeasured",
+        reason="all rows are still stored",
+        quality=None,
+    )
+    summary = summarise([*full(), *rows, failed])[1]
+    assert (summary.status, summary.measured) == ("failed: policy did not act", None)
+    assert summary.outcome is Outcome.UNMEASURED
+
+
+def test_seeds_are_pooled() -> None:
+    other = [made_row("full", index) for index in range(8, 12)]
+    other = [Row.from_mapping({**_mapping(row), "cell": {**row.cell, "seed": 1}}) for row in other]
+    (summary,) = summarise([*full(), *other])
+    assert summary.measured is not None
+    assert summary.measured.n == 12
+
+
+def _mapping(row: Row) -> dict[str, Any]:
+    import json
+
+    found: dict[str, Any] = json.loads(row.to_json())
+    return found
+
+
+def test_rows_survive_the_trip_to_disk(tmp_path: Path) -> None:
+    rows = [
+        *full(2),
+        made_row("snapkv", 0, budget=64, status="failed: x", quality=None, cache=None, timing=None),
+    ]
+    assert folder_with(rows, tmp_path).rows() == rows
+
+
+def test_rows_of_another_schema_are_refused() -> None:
+    with pytest.raises(IntegrityError, match="Run the sweep again"):
+        Row.from_mapping({**_mapping(full(1)[0]), "schema_version": 99})
+
+
+def test_report_has_tables_failures_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failed = made_row("random", 0, budget=64, status="failed: x", outcome="unmeasured", reason="why", quality=None)
+    rows = [*full(), *[made_row("snapkv", index, budget=64) for index in range(8)], failed]
+    print_tables(write_report(folder_with(rows, tmp_path)))
+    text = (tmp_path / "report.md").read_text()
+    assert "| full | 8 smoke | 1.00 [1.00, 1.00] |" in text
+    assert "| snapkv @ 64 | 8 smoke |" in text
+    assert "64.0 (64-64) | 0.128 | 0.062 | 13.1% |" in text
+    assert "random @ 64: failed: x. why" in text
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert "needle_single_noise, 512 tokens" in capsys.readouterr().out
+
+
+def test_a_task_out_of_reach_is_marked_in_the_report(tmp_path: Path) -> None:
+    write_report(folder_with(full(output="wrong"), tmp_path))
+    assert "not interpretable: the full cache does not solve this task" in (tmp_path / "report.md").read_text()
+
+
+def test_an_empty_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no rows yet"):
+        write_report(folder_with([], tmp_path))
+    with pytest.raises(ConfigError, match=r"no run\.json"):
+        write_report(RunDirectory(tmp_path / "absent"))

@@ -1,0 +1,129 @@
+"""Sweep files: what they expand to and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_kvpolicy.errors import BudgetError, ConfigError
+from hf_kvpolicy.eval import fields
+from hf_kvpolicy.eval.cells import cells_at, task_points
+from hf_kvpolicy.eval.sweep import load_sweep, parse_sweep
+
+SWEEPS = Path(__file__).parents[2] / "configs" / "sweeps"
+BASE: dict[str, Any] = {
+    "model": "some/model",
+    "budgets": [64, 0.5, "1MiB"],
+    "tasks": [{"name": "needle_single_noise", "lengths_tokens": [512, 256], "num_examples": 5}],
+    "policies": [{"name": "snapkv", "grid": {"window": [8, 16]}, "options": {"kernel_size": 5}}],
+}
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    return {**copy.deepcopy(BASE), **changes}
+
+
+def test_full_comes_first_and_random_runs_at_the_same_budgets() -> None:
+    config = parse_sweep(BASE)
+    assert [(p.name, p.budgets) for p in config.policies] == [
+        ("full", (None,)),
+        ("random", (64, 0.5, "1MiB")),
+        ("snapkv", (64, 0.5, "1MiB")),
+    ]
+    assert [p.name for p in parse_sweep(changed(include_random=False)).policies] == ["full", "snapkv"]
+
+
+def test_cells_cross_options_budgets_lengths_and_seeds() -> None:
+    config = parse_sweep(changed(seeds=[0, 1]))
+    points = list(task_points(config))
+    assert [(p.request.length_tokens, p.request.seed) for p in points] == [
+        (256, 0),
+        (256, 1),
+        (512, 0),
+        (512, 1),
+    ]
+    labels = [cell.label for cell in cells_at(config, points[0])]
+    assert labels[0] == "full"
+    assert len(labels) == 1 + 3 + 2 * 3
+    assert "snapkv(kernel_size=5,window=8) @ 0.5" in labels
+
+
+def test_cell_keys_differ_by_every_coordinate() -> None:
+    config = parse_sweep(changed(seeds=[0, 1]))
+    keys = [cell.key("id") for point in task_points(config) for cell in cells_at(config, point)]
+    assert len(keys) == len(set(keys)) == 40
+    first = next(cells_at(config, next(task_points(config))))
+    assert first.key("another model") != first.key("id")
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (changed(polices=[]), "unknown key 'polices'.*Did you mean 'policies'"),
+        (changed(tasks=[{"name": "needle_single_noise", "lengths": [5]}]), "Did you mean 'lengths_tokens'"),
+        (
+            changed(tasks=[{"name": "needle_single_noiz", "lengths_tokens": [5]}]),
+            "Did you mean 'needle_single_noise'",
+        ),
+        (changed(tasks=[]), "tasks must be a list with at least one"),
+        (changed(policies=[{"name": "snapkv", "option": {}}]), "Did you mean 'options'"),
+        (changed(policies=[{"grid": {}}]), "lacks the key 'name'"),
+        (changed(model={"name": "m", "dtyp": "float32"}), "Did you mean 'dtype'"),
+        (changed(max_new_tokens=0), "at least 1; got 0"),
+        (changed(seeds=[True]), "whole number"),
+        (changed(threads="two"), "whole number"),
+        (changed(tasks=[{**BASE["tasks"][0], "depths": [0.5, 1.5]}]), r"ratios in \[0, 1\]"),
+    ],
+)
+def test_refusals_name_the_key_and_the_remedy(document: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_sweep(document)
+
+
+@pytest.mark.parametrize("budget", [0, 1.5, "64 parsecs", True])
+def test_a_bad_budget_is_refused_before_anything_runs(budget: Any) -> None:
+    with pytest.raises(BudgetError):
+        parse_sweep(changed(budgets=[budget]))
+
+
+def test_overrides_reach_nested_values() -> None:
+    document = copy.deepcopy(BASE)
+    for text in ("tasks.0.num_examples=10", "budgets=[32]", "policies.0.options.pooling=avg"):
+        fields.set_dotted(document, *fields.parse_override(text))
+    config = parse_sweep(document)
+    assert config.tasks[0].num_examples == 10
+    assert config.policies[-1].budgets == (32,)
+    assert config.policies[-1].options == {"kernel_size": 5, "pooling": "avg"}
+
+
+@pytest.mark.parametrize("text", ["tasks.0", "=3"])
+def test_a_malformed_override_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"a\.b=value"):
+        fields.parse_override(text)
+
+
+def test_an_override_past_the_end_of_a_list_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no element of a list of 1"):
+        fields.set_dotted(copy.deepcopy(BASE), "tasks.3.name", "x")
+
+
+def test_a_model_name_is_looked_up_among_the_shipped_configs() -> None:
+    config = parse_sweep(changed(model="smollm2-135m-instruct"))
+    assert (config.model.name, config.model.dtype) == ("smollm2-135m-instruct", "float32")
+    assert parse_sweep(BASE).model.name == "some/model"
+
+
+@pytest.mark.parametrize("path", sorted(SWEEPS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_sweeps_are_valid(path: Path) -> None:
+    config = load_sweep(path)
+    assert config.policies[0].name == "full"
+    for task in config.tasks:
+        assert task.num_examples % len(task.depths) == 0
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match="no sweep file"):
+        load_sweep(Path("absent.yaml"))

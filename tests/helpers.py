@@ -1,0 +1,223 @@
+"""Tiny models, policies at neutral and at small budgets, and the plain loops that tests compare with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+import hf_kvpolicy as kv
+from hf_kvpolicy.compat import cache_argument
+from hf_kvpolicy.config import policy_options
+from hf_kvpolicy.registry import policy_class
+
+VOCAB = 97
+FAMILIES = ("llama", "llama_head_dim", "mistral", "mistral_window")
+BACKENDS = ("sdpa", "eager")
+UNITS = ("head", "layer", "token")
+WINDOW_TOKENS = 7
+CACHE = cache_argument()
+
+# Options of small budgets: far below the prompts the tests use.
+_SMALL: dict[str, dict[str, Any]] = {
+    "full": {},
+    "random": {"budget": 8, "window": 3},
+    "snapkv": {"budget": 8, "window": 3, "kernel_size": 3},
+    "sliding_window": {"budget": 6},
+    "streaming_llm": {"budget": 7, "sinks": 2},
+}
+
+
+def small_options(name: str) -> dict[str, Any]:
+    """Return options of a policy at a budget far below the tests' prompts (policies of other packages: budget 12)."""
+    if name in _SMALL:
+        return dict(_SMALL[name])
+    options = policy_options(name)
+    found: dict[str, Any] = {"budget": 12} if "budget" in options else {}
+    return found | ({"window": 3} if "window" in options else {})
+
+
+def is_lossy(name: str) -> bool:
+    """Whether a policy ever drops rows."""
+    return name != "full"
+
+
+def policies(*, lossy: bool = False) -> list[str]:
+    """Return the names of all policies, or of those that ever drop rows."""
+    return [name for name in kv.available_policies() if is_lossy(name) or not lossy]
+
+
+def policy_units() -> list[tuple[str, dict[str, Any]]]:
+    """Return every policy at a small budget with every selection unit, owner and position scheme it has."""
+    found = []
+    for name in policies(lossy=True):
+        options = policy_options(name)
+        for unit in UNITS if "unit" in options else (None,):
+            found.append((name, small_options(name) | ({} if unit is None else {"unit": unit})))
+        if "owner" in options:
+            found.append((name, small_options(name) | {"owner": "query_head"}))
+        if "positions" in options:
+            found.append((name, small_options(name) | {"positions": "original"}))
+    return found
+
+
+def case_id(value: Any) -> str | None:
+    """Name a (policy, options) case in pytest's output."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
+        name, options = value
+        shown = [str(options[k]) for k in ("unit", "owner", "positions", "chunked_prefill") if options.get(k)]
+        return "-".join([name, *shown])
+    return None
+
+
+@lru_cache(maxsize=32)
+def _master(family: str, seed: int, layers: int) -> torch.nn.Module:
+    common: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+        "initializer_range": 0.2,
+    }
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    try:
+        if family == "llama":
+            model: torch.nn.Module = LlamaForCausalLM(LlamaConfig(**common))
+        elif family == "llama_head_dim":
+            model = LlamaForCausalLM(LlamaConfig(**common, head_dim=12))
+        elif family == "mistral":
+            model = MistralForCausalLM(MistralConfig(**common, sliding_window=None))
+        elif family == "mistral_window":
+            model = MistralForCausalLM(MistralConfig(**common, sliding_window=WINDOW_TOKENS))
+        else:
+            raise ValueError(family)
+    finally:
+        torch.random.set_rng_state(state)
+    return model.eval()
+
+
+def tiny(family: str = "llama", backend: str = "sdpa", *, seed: int = 0, layers: int = 2) -> Any:
+    """Return a fresh, unattached tiny random model with sharp attention and no end-of-sequence token."""
+    model: Any = copy.deepcopy(_master(family, seed, layers))
+    model.set_attn_implementation(backend)
+    return model
+
+
+def prompt(length: int, seed: int = 0, rows: int = 1) -> Tensor:
+    """Return random token ids [rows, length] without the pad token."""
+    return torch.randint(2, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padded(prompts: Sequence[Tensor], width: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return (ids, mask) of [1, n] prompts, padded on the left."""
+    width = width or max(p.shape[1] for p in prompts)
+    ids = torch.zeros((len(prompts), width), dtype=torch.long)
+    mask = torch.zeros((len(prompts), width), dtype=torch.long)
+    for row, tokens in enumerate(prompts):
+        ids[row, width - tokens.shape[1] :] = tokens[0]
+        mask[row, width - tokens.shape[1] :] = 1
+    return ids, mask
+
+
+def generate(model: Any, ids: Tensor, cache: Any, new: int = 6, **kwargs: Any) -> Any:
+    """Run `model.generate` with a cache under this release's argument name; greedy unless told otherwise."""
+    arguments = {"do_sample": False, "max_new_tokens": new, "use_cache": True, **kwargs}
+    arguments.setdefault("attention_mask", torch.ones_like(ids))
+    return model.generate(ids, **{CACHE: cache}, **arguments)
+
+
+def forward(model: Any, ids: Tensor, cache: Any, **kwargs: Any) -> Tensor:
+    """Run one forward with a cache and return its logits."""
+    return model(ids, **{CACHE: cache}, use_cache=True, **kwargs).logits
+
+
+def greedy_loop(model: Any, ids: Tensor, cache: Any, steps: int, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Decode greedily without generate; returns (ids [B, steps], logits [B, steps, V])."""
+    chosen, seen = [], []
+    with torch.no_grad():
+        logits = forward(model, ids, cache, **_masked(mask, ids.shape[1], first=True))[:, -1]
+        for step in range(steps):
+            chosen.append(logits.argmax(-1, keepdim=True))
+            seen.append(logits)
+            if step + 1 == steps:
+                break
+            if mask is not None:
+                mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+            logits = forward(model, chosen[-1], cache, **_masked(mask, 1, first=False))[:, -1]
+    return torch.cat(chosen, dim=1), torch.stack(seen, dim=1)
+
+
+def _masked(mask: Tensor | None, new: int, *, first: bool) -> dict[str, Any]:
+    if mask is None:
+        return {}
+    positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    return {"attention_mask": mask, "position_ids": positions[:, -new:]}
+
+
+def dynamic_cache(model: Any) -> DynamicCache:
+    """Return the cache transformers itself would use for this model."""
+    return DynamicCache(config=model.config)
+
+
+def neutral_cache(name: str, model: Any, total_rows: int, **options: Any) -> Any:
+    """Return a cache that must equal `DynamicCache` up to `total_rows` columns; skips policies without one."""
+    import pytest
+
+    neutral = getattr(policy_class(name), "neutral", None)
+    if neutral is None:
+        pytest.skip(f"{name} has no neutral options")
+    return kv.make_cache(name, model, **{**neutral(total_rows), **options})
+
+
+def content(cache: Any) -> dict[str, Any]:
+    """Return what a cache holds, by meaning: rows sorted by token, so that slot order does not matter."""
+    snapshot = cache._runtime.snapshot
+    found: dict[str, Any] = {"columns": cache.get_seq_length(), "batch": snapshot.batch_size}
+    for layer in range(cache.num_layers):
+        for batch in range(snapshot.batch_size):
+            for head, row in enumerate(_stored_rows(cache, layer, batch)):
+                found[f"tokens {layer} {batch} {head}"] = row[0]
+                found[f"keys {layer} {batch} {head}"] = row[1]
+                found[f"values {layer} {batch} {head}"] = row[2]
+    return found
+
+
+def _stored_rows(cache: Any, layer: int, batch: int) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    from hf_kvpolicy.engine.view import published_keys
+
+    snapshot = cache._runtime.snapshot
+    table, rows = snapshot.full_map(layer), snapshot.rows[layer]
+    keys, values = published_keys(rows, snapshot.width), rows.values_BSCD[:, :, : snapshot.width]
+    for head in range(keys.shape[1]):
+        mapped = head if table.map_heads > 1 else 0
+        live = table.live_BMW[batch, mapped].nonzero()[:, 0]
+        order = live[table.tokens_BMW[batch, mapped][live].argsort()]
+        yield (table.tokens_BMW[batch, mapped][order].tolist(), keys[batch, head, order], values[batch, head, order])
+
+
+def assert_same_content(left: Any, right: Any, *, atol: float = 1e-5) -> None:
+    """Check that two caches hold the same rows of the same tokens, whatever their slots."""
+    a, b = content(left), content(right)
+    assert a.keys() == b.keys()
+    for key, value in a.items():
+        if isinstance(value, Tensor):
+            torch.testing.assert_close(value, b[key], atol=atol, rtol=1e-4, msg=lambda m, key=key: f"{key}: {m}")
+        else:
+            assert value == b[key], key
+
+
+def kept_positions(cache: Any, batch: int = 0) -> list[list[list[int]]]:
+    """Return token positions per layer and owner of one batch row."""
+    return [[owner.tolist() for owner in cache.positions(layer, batch)] for layer in range(cache.num_layers)]

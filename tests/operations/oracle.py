@@ -1,0 +1,205 @@
+"""A plain model of one cache's life: how far it was fed, what waits, and how many rows each owner must hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_HELD_BACK = 64
+
+
+@dataclass
+class Waiting:
+    new: list[list[int]]  # per batch row, 1 for each real column
+    is_first: bool
+
+    @property
+    def length(self) -> int:
+        return len(self.new[0])
+
+
+@dataclass
+class Oracle:
+    """Counts only; which rows stay is another test's matter."""
+
+    schedule: str
+    positional: bool
+    minimum_rows: int
+    budget: int | float | None
+    hold: bool = False
+    append: bool = False
+    mask: list[list[int]] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    rows: list[int] | None = None
+    waiting: Waiting | None = None
+    recording: bool = False
+    recorded_any: bool = False
+    is_open: bool = False
+    open_start: int = 0
+    evicted_at: int = 0
+    decided: bool = False
+
+    @classmethod
+    def of(cls, cache: Any) -> Oracle:
+        policy = cache.composition
+        budget = None if policy.budget is None else policy.budget.declared
+        if isinstance(budget, str):
+            raise ValueError("byte budgets are given to the oracle as rows")
+        positional = policy.is_positional
+        return cls(
+            schedule=policy.schedule,
+            positional=positional,
+            minimum_rows=policy.minimum_rows,
+            budget=budget,
+            hold=policy.chunked_prefill == "hold" and not positional,
+            append=policy.on_append == "append",
+        )
+
+    @property
+    def columns(self) -> int:
+        return len(self.mask[0]) if self.mask else 0
+
+    @property
+    def fed(self) -> int:
+        return self.columns + (0 if self.waiting is None else self.waiting.length)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [sum(row) for row in self.mask]
+
+    @property
+    def full_mask(self) -> list[list[int]]:
+        waiting = self.waiting
+        if waiting is None:
+            return [list(row) for row in self.mask]
+        old = self.mask or [[] for _ in waiting.new]
+        return [a + b for a, b in zip(old, waiting.new, strict=True)]
+
+    def feed(self, new: list[list[int]]) -> None:
+        self.accept(0, by_crop=False)
+        length = len(new[0])
+        if self.is_open and length == 1:
+            self.finish()
+        if self.recording:
+            self.waiting = Waiting(new, is_first=length > 1 and not self.recorded_any)
+            self.recorded_any = self.recorded_any or length > 1
+            return
+        first = self.columns
+        self._take(new)
+        if self.schedule == "never":
+            return
+        if self.schedule == "end_of_prefill":
+            if (length == 1 and first) or (self.append and self.decided):
+                self._hold_if(length, first)
+                return
+            if self.hold:
+                self._hold_if(length, first)
+                return
+        self._select()
+
+    def _hold_if(self, length: int, first: int) -> None:
+        if length > 1 and self.hold and self._selects() and not self.is_open:
+            self.is_open, self.open_start = True, first
+
+    def _take(self, new: list[list[int]]) -> None:
+        self.mask = [a + b for a, b in zip(self.mask or [[] for _ in new], new, strict=True)]
+        old = self.counts or [0] * len(new)
+        self.counts = [count + sum(row) for count, row in zip(old, new, strict=True)]
+
+    def _selects(self) -> bool:
+        return self.schedule == "end_of_prefill" and not (self.append and self.decided)
+
+    def _select(self) -> None:
+        if self.rows is None:
+            if isinstance(self.budget, float):
+                self.rows = [max(self.minimum_rows, int(self.budget * n)) for n in self.tokens]
+            else:
+                self.rows = [int(self.budget or 0)] * len(self.mask)
+        kept = [min(count, rows) for count, rows in zip(self.counts, self.rows, strict=True)]
+        if kept != self.counts:
+            self.evicted_at = self.columns
+        self.counts, self.is_open, self.decided = kept, False, True
+
+    def finish(self) -> None:
+        if self.is_open:
+            self.is_open = False
+            if self._selects():
+                self._select()
+
+    def accept(self, rejected: int, *, by_crop: bool) -> None:
+        waiting, self.waiting = self.waiting, None
+        if waiting is None or rejected >= waiting.length:
+            return
+        first = self.columns
+        self._take([row[: len(row) - rejected] for row in waiting.new])
+        # What was accepted decides; the first token ever is a prompt.
+        is_prompt = (waiting.length - rejected > 1 or not first) and (waiting.is_first or not by_crop)
+        if self.schedule == "every_step":
+            self._select()
+        elif is_prompt and self._selects():
+            if self.hold and not by_crop:
+                if not self.is_open and waiting.length > 1:
+                    self.is_open, self.open_start = True, first
+            else:
+                self._select()
+
+    def can_crop(self, removed: int) -> bool:
+        waiting = 0 if self.waiting is None else self.waiting.length
+        return removed <= waiting or self.columns - (removed - waiting) >= self.evicted_at
+
+    def crop(self, removed: int) -> None:
+        waiting = 0 if self.waiting is None else self.waiting.length
+        if waiting and removed <= waiting:
+            self.accept(removed, by_crop=True)
+            return
+        if removed > waiting:
+            self.waiting = None
+            beyond = removed - waiting
+            lost = [sum(row[len(row) - beyond :]) for row in self.mask]
+            self.mask = [row[: len(row) - beyond] for row in self.mask]
+            self.counts = [a - b for a, b in zip(self.counts, lost, strict=True)]
+            if self.is_open and self.columns <= self.open_start:
+                self.is_open = False
+            if not self.columns:
+                self.mask, self.counts, self.rows, self.evicted_at, self.decided = [], [], None, 0, False
+
+    def batch(self, index: list[int]) -> None:
+        self.mask = [list(self.mask[i]) for i in index] if self.mask else []
+        self.counts = [self.counts[i] for i in index] if self.counts else []
+        if self.rows is not None:
+            self.rows = [self.rows[i] for i in index]
+        if self.waiting is not None:
+            self.waiting = Waiting([list(self.waiting.new[i]) for i in index], self.waiting.is_first)
+
+    def record(self, on: bool) -> None:
+        if on and not self.recording:
+            self.recorded_any = False
+        if not on:
+            self.accept(0, by_crop=False)
+        self.recording = on
+
+    def reset(self) -> None:
+        self.mask, self.counts, self.rows, self.waiting = [], [], None, None
+        self.recording = self.recorded_any = self.is_open = self.decided = False
+        self.evicted_at = 0
+
+    def check(self, cache: Any) -> None:
+        """Compare a cache with this model of it."""
+        cache.check_integrity()
+        assert cache.get_seq_length() == self.fed
+        assert cache._runtime.snapshot.frontier.columns == self.columns
+        assert (cache._runtime.waiting is not None) == (self.waiting is not None)
+        assert cache.is_recording_past() == self.recording
+        assert (cache._runtime.snapshot.open_segment is not None) == self.is_open
+        if not self.columns:
+            return
+        for layer in range(cache.num_layers):
+            stored = cache.stored_rows(layer)
+            assert stored.tolist() == [[count] * stored.shape[1] for count in self.counts]
+            for row, count in enumerate(self.counts):
+                for tokens in cache.positions(layer, row):
+                    assert len(tokens) == count
+                    assert tokens.tolist() == sorted(set(tokens.tolist()))
+                    if count:
+                        assert tokens[0] >= 0
+                        assert tokens[-1] < self.tokens[row]

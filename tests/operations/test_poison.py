@@ -1,0 +1,152 @@
+"""What lies in a slot that no live row occupies never reaches an output.
+
+NaN beyond the slots in use (never attended), +-1e30 in dead slots inside the attended rectangle (masked there): after
+each operation, for every policy, with padded batches. A clean twin runs beside it and must agree bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import BACKENDS, case_id, forward, left_padded, policy_units, prompt, tiny
+from torch import Tensor
+
+import hf_kvpolicy as kv
+
+EXTRA = [
+    ("snapkv", {"budget": 8, "window": 3, "chunked_prefill": "hold"}),
+    ("snapkv", {"budget": 8, "window": 3, "on_append": "append"}),
+    ("snapkv", {"budget": 0.5, "window": 3, "unit": "token"}),
+    ("streaming_llm", {"budget": 9, "sinks": 2, "protect": [4, 15]}),
+    ("sliding_window", {"budget": 0.5}),
+]
+CASES = [("full", {}), *policy_units(), *EXTRA]
+
+
+def poison(cache: Any) -> int:
+    """Overwrite every slot that holds no live row, published or waiting; return how many were inside the rectangle."""
+    runtime, inside = cache._runtime, 0
+    snapshots = [runtime.snapshot, *([] if runtime.waiting is None else [runtime.waiting.snapshot])]
+    for layer in range(len(snapshots[-1].rows)):
+        for snapshot in snapshots:
+            if not snapshot.rows:
+                continue
+            rows, live = snapshot.rows[layer], snapshot.full_map(layer).live_BMW
+            width = snapshot.width
+            if snapshot is not snapshots[-1] and rows is snapshots[-1].rows[layer]:
+                continue  # the waiting rows lie in the same buffers
+            heads = rows.keys_BSCD.shape[1]
+            dead = ~live.expand(-1, heads, -1)
+            inside += int(dead.sum())
+            sign = torch.where(torch.arange(width) % 2 == 0, 1e30, -1e30)[None, None, :, None]
+            for buffer in (rows.keys_BSCD, rows.values_BSCD):
+                buffer[:, :, width:] = float("nan")
+                part = buffer[:, :, :width]
+                part.copy_(torch.where(dead[..., None], sign, part))
+    return inside
+
+
+class Pair:
+    """A poisoned cache and its clean twin, fed the same."""
+
+    def __init__(self, case: Any, model: Any, lengths: list[int]) -> None:
+        self.model = model
+        self.caches = [kv.make_cache(case[0], model, **case[1]) for _ in range(2)]
+        self.ids, self.mask = left_padded([prompt(n, n) for n in lengths])
+        self.inside = 0
+
+    def feed(self, ids: Tensor, new_mask: Tensor | None = None) -> None:
+        rows, length = ids.shape
+        if self.caches[0].get_seq_length():
+            new = torch.ones((rows, length), dtype=torch.long) if new_mask is None else new_mask
+            self.mask = torch.cat([self.mask, new], dim=1)
+        positions = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -length:]
+        with torch.no_grad():
+            got, want = (
+                forward(self.model, ids, cache, attention_mask=self.mask, position_ids=positions)
+                for cache in self.caches
+            )
+        real = self.mask[:, -length:].bool()
+        assert got.isfinite().all(), "even a pad's output is finite"
+        assert torch.equal(got[real], want[real])
+        self.after()
+
+    def after(self) -> None:
+        for cache in self.caches:
+            cache.check_integrity()
+        self.inside += poison(self.caches[0])
+
+    def each(self, act: Any) -> None:
+        for cache in self.caches:
+            act(cache)
+        self.after()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", ["llama", "mistral_window"])
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_dead_slots_never_reach_an_output(case: Any, family: str, backend: str) -> None:
+    pair = Pair(case, tiny(family, backend), [14, 5, 9])
+    pair.feed(pair.ids)
+    for step in range(3):
+        pair.feed(prompt(1, step, 3))
+    pair.feed(prompt(1, 7, 3), torch.tensor([[1], [0], [1]]))
+    pair.feed(prompt(4, 8, 3))
+    pair.feed(prompt(3, 9, 3), torch.tensor([[1, 1, 1], [0, 0, 0], [1, 1, 0]]))
+    pair.each(lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])))
+    pair.mask = pair.mask[[2, 0, 0]]
+    pair.feed(prompt(1, 10, 3))
+    pair.each(lambda cache: cache.activate_past_recording())
+    pair.feed(prompt(1, 11, 3))
+    pair.feed(prompt(5, 12, 3))
+    pair.each(lambda cache: cache.crop(-3))
+    pair.mask = pair.mask[:, :-3]
+    pair.feed(prompt(1, 13, 3))
+    pair.each(lambda cache: cache.set_recording(False))
+    for step in range(14, 18):
+        pair.feed(prompt(1, step, 3))
+    assert pair.inside, "the batch left dead slots inside the rectangle"
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_recorded_prompt_and_failed_forward(case: Any) -> None:
+    pair = Pair(case, tiny("llama"), [14, 6])
+    pair.each(lambda cache: cache.activate_past_recording())
+    pair.feed(pair.ids)
+    pair.each(lambda cache: cache.crop(-2))
+    pair.mask = pair.mask[:, :-2]
+    pair.each(lambda cache: cache.set_recording(False))
+    for step in range(3):
+        # A failed forward leaves broken rows in spare slots of one cache only.
+        handle = pair.model.model.layers[1].self_attn.v_proj.register_forward_hook(lambda *a: a[-1] * float("nan"))
+        stop = pair.model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(_stop)
+        before = pair.caches[0]._runtime.snapshot
+        wider = torch.cat([pair.mask, torch.ones_like(pair.mask[:, :1])], dim=1)
+        pair.caches[0]._runtime.observer = _stop_before_publication
+        with pytest.raises(KeyboardInterrupt):
+            forward(
+                pair.model,
+                prompt(1, 50 + step, 2),
+                pair.caches[0],
+                attention_mask=wider,
+                position_ids=(wider.cumsum(-1) - 1)[:, -1:],
+            )
+        pair.caches[0]._runtime.observer = None
+        handle.remove()
+        stop.remove()
+        if case[1].get("chunked_prefill") != "hold":  # there the end of the prompt was published first
+            assert pair.caches[0]._runtime.snapshot is before
+        pair.feed(prompt(1, step, 2))
+
+
+def _stop(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _stop_before_publication(layer: int, phase: Any) -> None:
+    from hf_kvpolicy.contract import Phase
+
+    if layer == 1 and phase == Phase.PACK:
+        raise KeyboardInterrupt

@@ -1,0 +1,314 @@
+"""`crop(-r)` after recording equals never having fed those r tokens; without recording it is exact or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    assert_same_content,
+    case_id,
+    forward,
+    generate,
+    left_padded,
+    policies,
+    policy_units,
+    prompt,
+    small_options,
+    tiny,
+)
+from torch import Tensor
+
+import hf_kvpolicy as kv
+
+CASES = [*policy_units(), ("full", {})]
+REJECTED = (0, 1, 4)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*two prompt segments follow:UserWarning")
+
+
+@pytest.fixture(params=CASES, ids=case_id)
+def case(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    name, options = request.param
+    return name, options
+
+
+def make(case: tuple[str, dict[str, Any]], model: Any, **options: Any) -> Any:
+    return kv.make_cache(case[0], model, **{**case[1], **options})
+
+
+class Batch:
+    """A left-padded batch fed piece by piece."""
+
+    def __init__(self, model: Any, cache: Any) -> None:
+        self.model, self.cache = model, cache
+        self.ids, self.mask = left_padded([prompt(n, seed=n) for n in (30, 3, 14)])
+        more = prompt(40, seed=2, rows=3)
+        self.ids = torch.cat([self.ids, more], dim=1)
+        self.mask = torch.cat([self.mask, torch.ones_like(more)], dim=1)
+
+    def feed(self, width: int, take: int | None = None) -> Tensor:
+        """Feed the next `width` columns (or only the first `take` of them)."""
+        start = self.cache.get_seq_length()
+        stop = start + (width if take is None else take)
+        positions = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, start:stop]
+        with torch.no_grad():
+            return forward(
+                self.model,
+                self.ids[:, start:stop],
+                self.cache,
+                attention_mask=self.mask[:, :stop],
+                position_ids=positions,
+            )[:, -1]
+
+
+def assert_same_future(left: Batch, right: Batch) -> None:
+    left.cache.check_integrity()
+    right.cache.check_integrity()
+    assert_same_content(left.cache, right.cache)
+    assert left.cache.state.row_frontiers == right.cache.state.row_frontiers
+    for width in (1, 1, 6, 1):
+        torch.testing.assert_close(left.feed(width), right.feed(width), atol=2e-5, rtol=1e-4)
+    assert_same_content(left.cache, right.cache, atol=2e-5)
+
+
+@pytest.mark.parametrize("rejected", REJECTED)
+@pytest.mark.parametrize("family", ["llama_head_dim", "mistral_window"])
+def test_waiting_prompt(case: tuple[str, dict[str, Any]], family: str, rejected: int) -> None:
+    """Assisted decoding's first forward carries the prompt and the first draft."""
+    model = tiny(family)
+    taken, never = Batch(model, make(case, model)), Batch(model, make(case, model))
+    taken.cache.activate_past_recording()
+    taken.feed(34)
+    taken.cache.crop(-rejected)
+    taken.cache.set_recording(False)
+    never.feed(34 - rejected)
+    assert_same_future(taken, never)
+
+
+@pytest.mark.parametrize("rejected", REJECTED)
+@pytest.mark.parametrize("family", ["llama", "mistral_window"])
+def test_waiting_decode(case: tuple[str, dict[str, Any]], rejected: int, family: str) -> None:
+    """Verification forwards of several tokens, one after another, as assisted decoding drives them."""
+    model = tiny(family)
+    taken, never = Batch(model, make(case, model)), Batch(model, make(case, model))
+    for batch in (taken, never):
+        batch.feed(30)
+        batch.feed(1)
+        batch.cache.activate_past_recording()
+    for _ in range(3):
+        before = taken.cache.get_seq_length()
+        taken.feed(5)
+        taken.cache.crop(-rejected)
+        assert taken.cache.get_seq_length() == before + 5 - rejected
+        never.feed(5, take=5 - rejected)
+        never.cache.crop(0)
+    for batch in (taken, never):
+        batch.cache.set_recording(False)
+    assert_same_future(taken, never)
+
+
+@pytest.mark.parametrize("budget", [0.5, 12], ids=["ratio", "rows"])
+def test_waiting_prompt_of_one_token(case: tuple[str, dict[str, Any]], budget: float) -> None:
+    """The whole draft behind a prompt of one token is rejected; the ratio of that prompt is fixed all the same."""
+    if case[0] == "full":
+        pytest.skip("the full cache has no budget")
+    model = tiny("llama")
+    taken, never = (Batch(model, make(case, model, budget=budget)) for _ in range(2))
+    for batch in (taken, never):
+        batch.ids, batch.mask = prompt(60, rows=3), torch.ones(3, 60, dtype=torch.long)
+    taken.cache.activate_past_recording()
+    taken.feed(6)
+    taken.cache.crop(-5)
+    taken.cache.set_recording(False)
+    never.feed(1)
+    assert_same_future(taken, never)
+    for batch in (taken, never):
+        batch.feed(20)
+    assert_same_future(taken, never)
+
+
+@pytest.mark.parametrize("chunked", ["hold", "bounded"])
+@pytest.mark.parametrize("rejected", [0, 3])
+def test_waiting_prompt_with_declared_chunks(case: tuple[str, dict[str, Any]], chunked: str, rejected: int) -> None:
+    if case[0] == "full":
+        pytest.skip("the full cache has no chunked_prefill option")
+    model = tiny("llama")
+    taken = Batch(model, make(case, model, chunked_prefill=chunked))
+    never = Batch(model, make(case, model, chunked_prefill=chunked))
+    taken.feed(12)
+    taken.cache.activate_past_recording()
+    taken.feed(22)
+    taken.cache.crop(-rejected)
+    taken.cache.set_recording(False)
+    never.feed(12)
+    never.feed(22 - rejected)
+    never.cache.finish_prefill()  # accepting a waiting prompt by `crop` ends it
+    assert_same_future(taken, never)
+
+
+def test_rejecting_everything_leaves_the_parent(case: tuple[str, dict[str, Any]]) -> None:
+    model = tiny("llama")
+    taken, never = Batch(model, make(case, model)), Batch(model, make(case, model))
+    for batch in (taken, never):
+        batch.feed(30)
+        batch.feed(1)
+    state = taken.cache.state.cache_generation
+    taken.cache.activate_past_recording()
+    taken.feed(5)
+    taken.cache.crop(-5)
+    taken.cache.set_recording(False)
+    assert taken.cache.state.cache_generation == state
+    assert_same_future(taken, never)
+
+
+def test_the_next_forward_accepts_what_waits(case: tuple[str, dict[str, Any]]) -> None:
+    model = tiny("llama")
+    taken, never = Batch(model, make(case, model)), Batch(model, make(case, model))
+    for batch in (taken, never):
+        batch.feed(30)
+    taken.cache.activate_past_recording()
+    for batch in (taken, never):
+        for _ in range(4):
+            batch.feed(1)
+    taken.cache.layers[0].record_past = False
+    assert not taken.cache.is_recording_past()
+    assert_same_future(taken, never)
+
+
+def test_batch_operations_move_what_waits(case: tuple[str, dict[str, Any]]) -> None:
+    model = tiny("llama")
+    taken, never = Batch(model, make(case, model)), Batch(model, make(case, model))
+    taken.cache.activate_past_recording()
+    taken.feed(34)
+    order = torch.tensor([2, 0, 0])
+    taken.cache.reorder_cache(order)
+    taken.cache.crop(-2)
+    taken.cache.set_recording(False)
+    never.feed(32)
+    never.cache.reorder_cache(order)
+    for batch in (taken, never):
+        batch.ids, batch.mask = batch.ids[order], batch.mask[order]
+    assert_same_future(taken, never)
+
+
+def test_a_fork_while_tokens_wait(case: tuple[str, dict[str, Any]]) -> None:
+    model = tiny("llama")
+    taken = Batch(model, make(case, model))
+    taken.cache.activate_past_recording()
+    taken.feed(34)
+    forked = Batch(model, taken.cache.fork())
+    for batch in (taken, forked):
+        batch.cache.crop(-2)
+        batch.cache.set_recording(False)
+    assert_same_future(taken, forked)
+
+
+def test_deep_rejection_of_a_waiting_prompt_is_refused_and_can_be_repeated() -> None:
+    """Held queries reach 64 tokens beyond the window."""
+    model = tiny("llama")
+    cache = kv.make_cache("snapkv", model, **small_options("snapkv"))
+    cache.activate_past_recording()
+    with torch.no_grad():
+        forward(model, prompt(100), cache)
+    with pytest.raises(kv.CapacityError, match="64 tokens beyond the window"):
+        cache.crop(-70)
+    assert cache.get_seq_length() == 100
+    cache.crop(-64)
+    assert cache.get_seq_length() == 36
+    cache.check_integrity()
+    plain = kv.make_cache("snapkv", model, **small_options("snapkv"))
+    with torch.no_grad():
+        forward(model, prompt(100)[:, :36], plain)
+    assert_same_content(cache, plain)
+
+
+@pytest.mark.parametrize("removed", [1, 3, 8, 20])
+def test_crop_without_recording_where_nothing_was_dropped(case: tuple[str, dict[str, Any]], removed: int) -> None:
+    name, options = case
+    model = tiny("llama")
+    roomy = {} if name == "full" else {**options, "budget": 200}
+    taken, never = (Batch(model, kv.make_cache(name, model, **roomy)) for _ in range(2))
+    for width in (30, 1, 1, 1, 5):
+        taken.feed(width)
+    taken.cache.crop(-removed)
+    left = 38 - removed
+    for width in (30, 1, 1, 1, 5):
+        width = min(width, left)
+        if width:
+            never.feed(width)
+        left -= width
+    assert_same_future(taken, never)
+
+
+def test_crop_without_recording_after_a_drop_is_refused_and_changes_nothing(case: tuple[str, dict[str, Any]]) -> None:
+    name, _ = case
+    if name == "full":
+        pytest.skip("the full cache never drops")
+    model = tiny("llama")
+    taken, never = Batch(model, make(case, model)), Batch(model, make(case, model))
+    for batch in (taken, never):
+        batch.feed(30)
+        batch.feed(1)
+    with pytest.raises(kv.StaleGenerationError, match="activate_past_recording"):
+        taken.cache.crop(-2)
+    assert_same_future(taken, never)
+
+
+def test_decode_rows_after_the_last_drop_can_be_cropped() -> None:
+    """End-of-prefill policies only append in decode, so decode can be taken back up to the prompt's end."""
+    model = tiny("llama")
+    for name in ("random", "snapkv"):
+        options = small_options(name)
+        taken, never = (Batch(model, kv.make_cache(name, model, **options)) for _ in range(2))
+        for width in (30, 1, 1, 1):
+            taken.feed(width)
+        taken.cache.crop(-2)
+        never.feed(30)
+        never.feed(1)
+        assert_same_future(taken, never)
+
+
+@pytest.mark.parametrize("name", policies())
+def test_crop_arguments(name: str) -> None:
+    model = tiny("llama")
+    cache = kv.make_cache(name, model, **small_options(name))
+    with pytest.raises(kv.ConfigError, match="negative"):
+        cache.crop(3)
+    with pytest.raises(kv.ConfigError, match="fed"):
+        cache.crop(-1)
+    cache.crop(0)
+    with torch.no_grad():
+        forward(model, prompt(4), cache)
+    cache.crop(0)
+    cache.crop(-4)
+    assert cache.get_seq_length() == 0
+    assert generate(model, prompt(20), cache).tolist() == (
+        generate(model, prompt(20), kv.make_cache(name, model, **small_options(name))).tolist()
+    )
+
+
+@pytest.mark.allow_deprecated  # transformers' own candidate generator passes a generation_config and arguments
+@pytest.mark.parametrize("kind", ["assistant", "prompt_lookup"])
+def test_assisted_decoding_at_a_small_budget_bounds_the_cache(case: tuple[str, dict[str, Any]], kind: str) -> None:
+    model, assistant = tiny("llama"), tiny("llama", seed=1, layers=1)
+    ids = torch.cat([prompt(15), prompt(15)], dim=1)
+    extra = {"assistant_model": assistant} if kind == "assistant" else {"prompt_lookup_num_tokens": 3}
+    cache = make(case, model)
+    out = generate(model, ids, cache, 12, **extra)
+    assert out.shape[1] == 42
+    cache.set_recording(False)
+    cache.check_integrity()
+    if case[0] != "full":
+        assert int(cache.stored_rows(0).max()) <= case[1]["budget"] + 12
+
+
+@pytest.mark.allow_deprecated
+@pytest.mark.parametrize("name", ["random", "snapkv"])
+def test_assisted_ids_equal_greedy_ids_where_decode_only_appends(name: str) -> None:
+    """A policy that acts at the end of the prompt decodes the same ids with and without an assistant."""
+    model, assistant = tiny("llama"), tiny("llama", seed=1, layers=1)
+    plain = generate(model, prompt(30), kv.make_cache(name, model, **small_options(name)), 12)
+    helped = kv.make_cache(name, model, **small_options(name))
+    assert torch.equal(generate(model, prompt(30), helped, 12, assistant_model=assistant), plain)

@@ -1,0 +1,92 @@
+"""The bench's arithmetic: interleaving, ratios within a round, targets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from bench_lib.memory import dynamic_cache_bytes, formula_bytes
+from bench_lib.models import stock_twin
+from bench_lib.report import Measure, print_report, write_json
+from bench_lib.timing import Contender, _ratio, interleaved
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from hf_kvpolicy.compat import cache_argument
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def test_rounds_rotate_and_the_first_is_not_counted() -> None:
+    ran: list[str] = []
+
+    def contender(name: str) -> Contender:
+        def prepare() -> Callable[[], None]:
+            return lambda: ran.append(name)
+
+        return Contender(name, prepare)
+
+    seconds = interleaved([contender("a"), contender("b"), contender("c")], rounds=2)
+    assert "".join(ran) == "abc" + "bca" + "cab"
+    assert {name: len(values) for name, values in seconds.items()} == {"a": 2, "b": 2, "c": 2}
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    # The machine is ten times slower in the second round; both sides are, so the ratio does not move.
+    value, details = _ratio([1.1, 11.0, 1.1], [1.0, 10.0, 1.0], 1e3)
+    assert value == pytest.approx(1.1)
+    assert details["total"] == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize(
+    ("bound", "value", "met"),
+    [
+        ("<=", 1.05, True),
+        ("<=", 1.0500001, False),
+        ("<", 0.2, False),
+        (">=", 0.6, True),
+        ("==", 1.0, True),
+        ("==", 1.0001, False),
+    ],
+)
+def test_targets_are_read_unrounded(bound: str, value: float, met: bool) -> None:
+    target = {"<=": 1.05, "<": 0.2, ">=": 0.6, "==": 1.0}[bound]
+    assert Measure("group", "case", value, bound, target).met is met  # type: ignore[arg-type]
+
+
+def test_formula_is_what_a_dynamic_cache_holds(model: LlamaForCausalLM) -> None:
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(torch.ones(3, 10, dtype=torch.long), **{cache_argument(): cache})
+    assert dynamic_cache_bytes(cache) == formula_bytes(model, batch=3, rows=10)
+
+
+def test_stock_twin_shares_weights_but_not_the_config(model: LlamaForCausalLM) -> None:
+    twin = stock_twin(model)
+    assert {p.data_ptr() for p in twin.parameters()} == {p.data_ptr() for p in model.parameters()}
+    assert twin.config is not model.config
+    assert twin.model.layers[0].self_attn.config is twin.config
+
+
+def test_report_is_written_with_its_raw_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measures = [
+        Measure("prefill", "snapkv", 1.01, "<=", 1.08, {"ratios": [1.0, 1.02], "stock ms": 12.5}),
+        Measure("peak KV bytes", "snapkv", 0.3, "<", 0.2, {"peak": 3 * 2**20}),
+    ]
+    print_report({"model": "tiny"}, measures)
+    printed = capsys.readouterr().out
+    assert "1 of 2 targets met" in printed
+    assert "peak 3.00 MiB" in printed
+    write_json(tmp_path / "new" / "run.json", {"model": "tiny"}, measures)
+    written = json.loads((tmp_path / "new" / "run.json").read_text(encoding="utf-8"))
+    assert [row["met"] for row in written["measures"]] == [True, False]
+    assert written["measures"][0]["details"]["ratios"] == [1.0, 1.02]
