@@ -26,7 +26,16 @@ from .errors import (
 )
 from .ledger import Ledger
 from .persistence import load_cache
-from .policies import FullCache, RandomCache, SlidingWindowCache, SnapKVCache, StreamingLLMCache
+from .policies import (
+    FullCache,
+    H2OCache,
+    KeyformerCache,
+    RandomCache,
+    ScissorhandsCache,
+    SlidingWindowCache,
+    SnapKVCache,
+    StreamingLLMCache,
+)
 from .registry import (
     available_policies,
     register_model_patch,
@@ -43,14 +52,17 @@ __all__ = [
     "CheckpointAdmissionError",
     "ConfigError",
     "FullCache",
+    "H2OCache",
     "IntegrityError",
     "KVPolicyError",
+    "KeyformerCache",
     "Ledger",
     "ManifestError",
     "PolicyCache",
     "PolicySpec",
     "RandomCache",
     "RunStatistics",
+    "ScissorhandsCache",
     "SelectionError",
     "SlidingWindowCache",
     "SnapKVCache",

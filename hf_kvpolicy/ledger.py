@@ -1,8 +1,9 @@
 """What a cache holds, byte for byte: declared by formula, measured from tensor storages (sections 0x02A-0x02F).
 
 Terms: payload = live rows; slack = slots that hold no live row; positions = columns and token positions of slots;
-validity = live flags and the mask of columns fed; scores = queries held for a later selection; protected = pristine
-keys of re-rotated rows. Transient peak is the most that was alive at once during a forward.
+validity = live flags and the mask of columns fed; scores = states that rows carry and queries held for a later
+selection; protected = pristine keys of re-rotated rows. Transient peak is the most that was alive at once during a
+forward.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def account(runtime: Runtime) -> Ledger:
         slack_bytes=(slots - live) * row_bytes,
         positions_bytes=sum(_positions_bytes(part) for part in _maps(snapshot)),
         validity_bytes=sum(part.live_BMW.numel() for part in _maps(snapshot)) + _seen_bytes(snapshot),
-        scores_bytes=0 if snapshot.open_segment is None else _declared(snapshot.open_segment.tensors()),
+        scores_bytes=_scores_bytes(snapshot),
         protected_bytes=_pinned_bytes(snapshot),
         waiting_bytes=waiting,
         measured_bytes=measured + waiting,
@@ -122,6 +123,8 @@ def _tensors(snapshot: Snapshot) -> list[Tensor]:
         tensors += [part.columns_BMW, part.tokens_BMW, part.live_BMW]
     if snapshot.frontier.seen_BF is not None:
         tensors.append(snapshot.frontier.seen_BF)
+    if snapshot.scores_LBSWX is not None:
+        tensors.append(snapshot.scores_LBSWX)
     if snapshot.open_segment is not None:
         tensors += snapshot.open_segment.tensors()
     return tensors
@@ -145,6 +148,11 @@ def _positions_bytes(part: RowMap) -> int:
 def _seen_bytes(snapshot: Snapshot) -> int:
     seen = snapshot.frontier.seen_BF
     return 0 if seen is None else snapshot.batch_size * snapshot.frontier.columns
+
+
+def _scores_bytes(snapshot: Snapshot) -> int:
+    held = () if snapshot.open_segment is None else snapshot.open_segment.tensors()
+    return _declared(held) + (0 if snapshot.scores_LBSWX is None else _declared((snapshot.scores_LBSWX,)))
 
 
 def _pinned_bytes(snapshot: Snapshot) -> int:

@@ -29,8 +29,13 @@ from .geometry import CacheGeometry
 
 __all__ = ["Identity", "integrity_faults", "manifest_of", "positions_of", "receipt_of", "state_of"]
 
-_PHASES = {"never": "none", "every_step": "both", "end_of_prefill": "prefill"}
-_CADENCES = {"never": "static", "every_step": "every_step", "end_of_prefill": "end_of_prefill"}
+_PHASES = {"never": "none", "every_step": "both", "when_full": "both", "end_of_prefill": "prefill"}
+_CADENCES = {
+    "never": "static",
+    "every_step": "every_step",
+    "when_full": "when_full",
+    "end_of_prefill": "end_of_prefill",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +96,15 @@ def _selection_of(policy: Composition) -> SelectionContract:
             max_rows=int(budget.value) if budget is not None and bounded else None,
         ),
         protected=ProtectedRule(
-            sink_rows=policy.sinks, recent_rows=policy.window_rows, positions=tuple(policy.protect)
+            sink_rows=policy.sinks, recent_rows=_recent_rows(policy), positions=tuple(policy.protect)
         ),
         ordering="position",
     )
+
+
+def _recent_rows(policy: Composition) -> int:
+    budget = policy.budget
+    return policy.window_for(int(budget.value)) if budget is not None and budget.kind == "rows" else policy.window_rows
 
 
 def positions_of(runtime: Runtime, layer: int, batch: int) -> list[Tensor]:
@@ -192,6 +202,8 @@ def integrity_faults(runtime: Runtime) -> list[str]:
     faults: list[str] = []
     for layer in range(len(snapshot.rows)):
         table, rows = snapshot.full_map(layer), snapshot.rows[layer]
+        if snapshot.scores_LBSWX is not None and snapshot.scores_LBSWX.shape[3] != snapshot.width:
+            faults.append(f"states of {snapshot.scores_LBSWX.shape[3]} slots are carried for {snapshot.width} in use")
         if rows.capacity < snapshot.width:
             faults.append(f"layer {layer} has {rows.capacity} slots for {snapshot.width} in use")
         live_counts = table.live_BMW.sum(-1)
@@ -220,6 +232,6 @@ def _table_faults(
             missing = {token for token in policy.pinned_tokens if token < frontier} - set(tokens)
             if missing:
                 faults.append(f"{where} lost the protected tokens {sorted(missing)}")
-            if budget is not None and policy.schedule == "every_step" and len(tokens) > budget:
+            if budget is not None and policy.bounds_every_step and len(tokens) > budget:
                 faults.append(f"{where} holds {len(tokens)} rows over a budget of {budget}")
     return faults

@@ -56,8 +56,8 @@ def trace(
     given = dict(options)
     if "budget" in policy_options(policy):
         given.setdefault("budget", budget)
-    if "window" in policy_options(policy):
-        given.setdefault("window", max(1, budget // 3))
+    for newest in {"window", "recent"} & set(policy_options(policy)):
+        given.setdefault(newest, max(1, budget // 3))
     cache = make_cache(policy, model, **given)
     ids = torch.randint(1, 60, (1, prompt_tokens + decode_tokens), generator=torch.Generator().manual_seed(0))
     rows: list[list[TraceRow]] = [[] for _ in range(cache.geometry.num_kv_heads)]

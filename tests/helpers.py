@@ -30,6 +30,9 @@ _SMALL: dict[str, dict[str, Any]] = {
     "snapkv": {"budget": 8, "window": 3, "kernel_size": 3},
     "sliding_window": {"budget": 6},
     "streaming_llm": {"budget": 7, "sinks": 2},
+    "h2o": {"budget": 8},
+    "keyformer": {"budget": 8, "recent_ratio": 0.5},
+    "scissorhands": {"budget": 8, "recent": 2, "history": 12},
 }
 
 

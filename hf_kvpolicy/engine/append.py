@@ -6,16 +6,22 @@ Used by decode after a prompt selection, by the full cache, by held chunks and w
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from ..contract import Phase
+from ..contract import Phase, Transaction
 from ..frame import LayerStep
 from ..masks import MaskRecord
 from ..storage import DenseRows, RowMap, growth_slots, stored_tensors
+from .inputs import ForwardInputs
 from .queries import QueryWindow, held, hold_window
 from .snapshot import OpenSegment, Snapshot
 from .step import Step
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
 
 __all__ = ["AppendStep"]
 
@@ -26,6 +32,10 @@ class AppendStep(Step):
     # Queries to hold for the selection that comes later; None when none will come.
     holds_queries: int | None = None
     _window: QueryWindow | None = None
+
+    def __init__(self, runtime: Runtime, snapshot: Snapshot, inputs: ForwardInputs, transaction: Transaction) -> None:
+        super().__init__(runtime, snapshot, inputs, transaction)
+        self._states: dict[int, Tensor] = {}
 
     def hold(self, queries: int) -> None:
         """Keep this segment open: hold its last queries (and the rule they see by) for a later selection."""
@@ -47,6 +57,8 @@ class AppendStep(Step):
         return rows.view(used + length) if used else (keys_BHTD, values_BHTD)
 
     def attended(self, layer: int, query_BQTD: Tensor, step: LayerStep, record: MaskRecord, scaling: float) -> None:
+        if self.carry is not None:
+            self._observe(layer, query_BQTD.detach(), step, record)
         if self.holds_queries is not None:
             before = self.snapshot.open_segment
             if self._window is not None:
@@ -60,6 +72,18 @@ class AppendStep(Step):
             self.note_transient(0)
         self.transaction.enter_through(layer, Phase.PACK)
 
+    def _observe(self, layer: int, query_BQTD: Tensor, step: LayerStep, record: MaskRecord) -> None:
+        """Update the rows' states; held queries count when they are accepted."""
+        assert self.carry is not None
+        with stored_tensors():
+            states = self.carry.states(layer, step.keys)
+            waiting = min(self.inputs.length, self.holds_queries or 0)
+            if waiting < self.inputs.length:
+                view, visibility = self.view_map(layer), self.visibility(record)
+                keys = step.keys.detach()
+                self.carry.observe(layer, states, query_BQTD, keys, view, visibility, leaving=waiting)
+            self._states[layer] = states
+
     def successor(self) -> Snapshot:
         old, layers = self.snapshot, self.runtime.geometry.num_layers
         new = self.new_map()
@@ -70,6 +94,8 @@ class AppendStep(Step):
             # Where the held queries came from is of no use later, and would keep a larger tensor alive.
             window = None if self._window is None else replace(self._window, index_BW=None)
             segment = replace(self._segment, queries_BQWD=queries, window=window)
+        states = torch.stack([self._states[i] for i in range(layers)]) if self._states else None
+        ends_prompt = self.inputs.length > 1 and not self.runtime.recording
         tail_before = old.tail_counts or (0,) * self.inputs.batch
         return replace(
             old,
@@ -80,6 +106,8 @@ class AppendStep(Step):
             tail=tail,
             counts=self.candidate_counts,
             tail_counts=tuple(a + b for a, b in zip(tail_before, self.inputs.new_tokens, strict=True)),
+            scores_LBSWX=states,
+            segment_tokens=self.inputs.frontier_after.tokens if ends_prompt else old.segment_tokens,
             open_segment=segment,
             last_was_segment=self.inputs.length > 1,
         )

@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 from ..allocation import Budget
 from ..errors import BudgetError, ConfigError, ManifestError, did_you_mean
-from ..evidence import GROUPS, Evidence
+from ..evidence import GROUPS, CarriedEvidence, Evidence
 from ..representation import ORIGINAL_ROWS, RowRepresentation
 from ..selection import UNITS
 
 __all__ = ["Composition", "Schedule"]
 
-Schedule = Literal["never", "every_step", "end_of_prefill"]
+Schedule = Literal["never", "every_step", "when_full", "end_of_prefill"]
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "unit": UNITS,
@@ -40,6 +40,10 @@ class Composition:
     # Protected rows: the first tokens, the newest tokens of every selection, and explicit token positions.
     sinks: int = 0
     window_rows: int = 0
+    # Share of the budget that protects the newest rows, where the window grows with the budget.
+    recent_ratio: float | None = None
+    # Share of the budget that is dropped at once when it is exceeded; None drops only what exceeds it.
+    drop_ratio: float | None = None
     protect: tuple[int, ...] = ()
     unit: str = "head"
     owner: str = "kv_head"
@@ -102,12 +106,40 @@ class Composition:
         """Whether a selection must wait for the last layer."""
         return self.unit == "token" and not self.is_positional
 
+    @property
+    def carries_scores(self) -> bool:
+        """Whether rows carry states that every query updates."""
+        return isinstance(self.evidence, CarriedEvidence)
+
+    @property
+    def bounds_every_step(self) -> bool:
+        """Whether no publication may leave more rows than the budget."""
+        return self.schedule in ("every_step", "when_full")
+
+    def window_for(self, budget_rows: int) -> int:
+        """Return how many of the newest rows a selection protects under a budget."""
+        return max(self.window_rows, int((self.recent_ratio or 0.0) * budget_rows))
+
+    def kept_rows(self, count: int, budget_rows: int) -> int:
+        """Return how many of `count` candidate rows stay under a budget."""
+        if count <= budget_rows:
+            return count
+        at_once = int((self.drop_ratio or 0.0) * budget_rows)
+        return count - max(at_once, count - budget_rows)
+
     def check_rows(self, rows: int) -> None:
         """Reject a row budget that protected rows fill.
 
         Raises:
             BudgetError: nothing is left to choose.
         """
+        pinned = len(self.pinned_tokens)
+        if self.carries_scores and self.window_for(rows) + pinned + int((self.drop_ratio or 0.0) * rows) > rows:
+            raise BudgetError(
+                f"{self.policy}: under a budget of {rows} rows the newest {self.window_for(rows)} and {pinned} "
+                f"protected positions stay, and {int((self.drop_ratio or 0.0) * rows)} rows are dropped at once: more "
+                "than there are. Give a larger budget, protect fewer rows, or drop fewer at once."
+            )
         if rows < self.minimum_rows:
             raise BudgetError(
                 f"{self.policy}: a budget of {rows} rows does not leave a row to choose: the window takes "

@@ -27,12 +27,16 @@ def cropped(snapshot: Snapshot, removed: int) -> Snapshot:
         tail = tail.first(tail.width - from_tail)
     if removed > from_tail:
         maps = tuple(part.before_column(frontier.columns) for part in maps)
+    scores = snapshot.scores_LBSWX
+    if scores is not None and from_tail:
+        scores = scores[:, :, :, : scores.shape[3] - from_tail].clone()
     segment = snapshot.open_segment
     return replace(
         snapshot,
         frontier=frontier,
         maps=maps,
         tail=tail,
+        scores_LBSWX=scores,
         counts=tuple(count - gone for count, gone in zip(snapshot.counts, lost, strict=True)),
         tail_counts=tuple(max(0, n - gone) for n, gone in zip(snapshot.tail_counts, lost, strict=True)),
         open_segment=None if segment is None else segment.cropped(frontier.columns),

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ..contract import Phase, Transaction
 from ..errors import SelectionError
-from ..evidence import LayerObservation
+from ..evidence import CarriedEvidence, LayerObservation
 from ..geometry import CacheGeometry
 from ..selection import Kept, keep_best, kept_index, reduce_heads
-from ..storage import DenseRows, RowMap, growth_slots, pack_rows
+from ..storage import DenseRows, RowMap, gather_rows, growth_slots, pack_rows
 from .composition import Composition
 
-__all__ = ["Candidates", "Decider", "Observed"]
+__all__ = ["Candidates", "Decider", "Observed", "check_finite"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,6 +29,8 @@ class Candidates:
     keys_BSND: Tensor
     values_BSND: Tensor
     map: RowMap
+    # States the rows carry, [B, S, N, X]; None for evidence without any.
+    states_BSNX: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,6 +62,7 @@ class Decider:
         budget_rows: Sequence[int],
         newest_tokens: Sequence[int],
         justified: bool,
+        ends_prompt: bool = True,
     ) -> None:
         """Open a selection.
 
@@ -68,8 +71,12 @@ class Decider:
             budget_rows: rows each owner may keep, for each batch row.
             newest_tokens: real tokens of each batch row, so that the window's rows are known.
             justified: candidates come in ascending token order with dead slots, if any, first.
+            ends_prompt: the selection closes a prompt segment (and not a decode step).
         """
-        self.kept_counts = tuple(min(count, budget) for count, budget in zip(counts, budget_rows, strict=True))
+        pairs = zip(counts, budget_rows, strict=True)
+        self.kept_counts = tuple(composition.kept_rows(count, budget) for count, budget in pairs)
+        self.ends_prompt = ends_prompt
+        self.states: dict[int, Tensor] = {}
         self.drops_rows = self.kept_counts != tuple(counts)
         self._composition, self._geometry, self._transaction = composition, geometry, transaction
         self._budget_rows, self._newest, self._justified = budget_rows, newest_tokens, justified
@@ -111,16 +118,11 @@ class Decider:
             SelectionError: a score is not finite; the model's activations are broken.
         """
         if self._waiting:
-            votes = None if self._votes is None else self._votes / num_layers
-            kept = self._choose(self._waiting[0].candidates.map, votes)
+            kept = self._choose(self._waiting[0].candidates.map, self._votes)
             for waiting in self._waiting:
                 self._pack(waiting.layer, waiting.candidates, kept, shared=True)
             self._waiting.clear()
-        if any(not bool(flag) for flag in self._finite):
-            raise SelectionError(
-                "A score is not finite: attention produced NaN or infinity, so no row can be chosen. Check the model's "
-                "dtype (fp16 overflow) and inputs; the cache still holds the state before this forward."
-            )
+        check_finite(self._finite)
         maps = (self._shared_map,) if self._shared_map is not None else tuple(self.maps[i] for i in range(num_layers))
         return tuple(self.rows[i] for i in range(num_layers)), maps
 
@@ -137,6 +139,7 @@ class Decider:
             tokens_BMN=candidates.map.tokens_BMW,
             visibility=seen.visibility,
             scaling=seen.scaling,
+            state_BSNX=candidates.states_BSNX,
         )
         votes = policy.evidence.votes(observation, group=policy.group, score_heads=heads)
         self.workspace_bytes = max(self.workspace_bytes, _vote_workspace(observation, self._geometry) + _bytes(votes))
@@ -174,18 +177,24 @@ class Decider:
             scores[:, :, :open_columns] = refined
             self._finite.append(torch.isfinite(scores).all())
         protected = self._protected(table).expand_as(live) & live
-        return keep_best(scores, live, protected, self._budget_rows)
+        newest = isinstance(policy.evidence, CarriedEvidence) and policy.evidence.keeps_newest_on_ties
+        return keep_best(scores, live, protected, self.kept_counts, keeps_newest_on_ties=newest)
 
     def _protected(self, table: RowMap) -> Tensor:
         policy = self._composition
         tokens = table.tokens_BMW
-        first_recent = torch.tensor(self._newest, device=tokens.device).view(-1, 1, 1) - policy.window_rows
-        protected = tokens >= first_recent
+        protected = self._recent(tokens)
         if policy.sinks:
             protected = protected | (tokens < policy.sinks)
         if policy.protect:
             protected = protected | torch.isin(tokens, torch.tensor(policy.protect, device=tokens.device))
         return protected
+
+    def _recent(self, tokens_BMN: Tensor) -> Tensor:
+        """Return which rows are among the newest ones that this selection protects."""
+        pairs = zip(self._newest, self._budget_rows, strict=True)
+        first = [newest - self._composition.window_for(budget) for newest, budget in pairs]
+        return tokens_BMN >= torch.tensor(first, device=tokens_BMN.device).view(-1, 1, 1)
 
     def _index(self, table: RowMap, keep: Tensor) -> Kept:
         pinned = self._pinned
@@ -223,6 +232,8 @@ class Decider:
             capacity=self._capacity(index.shape[2]),
             pinned=len(self._pinned),
         )
+        if candidates.states_BSNX is not None:
+            self._pack_states(layer, candidates, candidates.states_BSNX, index)
         if not shared or self._shared_map is None:
             # Pinned rows come first whatever their token, so the order is ascending only without them.
             packed = candidates.map.gathered(index, kept.live_BMK.to(device), ordered=not self._pinned)
@@ -232,11 +243,40 @@ class Decider:
                 self.maps[layer] = packed
         enter(layer, Phase.PACK)
 
+    def _pack_states(self, layer: int, candidates: Candidates, states_BSNX: Tensor, index_BMK: Tensor) -> None:
+        evidence = self._composition.evidence
+        assert isinstance(evidence, CarriedEvidence)
+        packed = gather_rows(states_BSNX, index_BMK, states_BSNX.shape[1])
+        if self.ends_prompt:
+            tokens = candidates.map.tokens_BMW.expand(-1, index_BMK.shape[1], -1).gather(2, index_BMK)
+            evidence.close_prompt_(packed, self._recent(tokens))
+        self.states[layer] = packed
+
+    def stacked_states(self) -> Tensor | None:
+        """Return the kept rows' states of all layers, [L, B, S, K, X]; None for evidence without any."""
+        if not self.states:
+            return None
+        first = self.states[0]
+        return torch.stack([self.states[i].to(first.device) for i in range(len(self.states))])
+
     def _capacity(self, kept: int) -> int:
         """A full every-step cache needs one spare slot for ever; others grow."""
         if self._composition.schedule == "every_step" and kept >= max(self._budget_rows):
             return kept + 1
         return growth_slots(kept)
+
+
+def check_finite(flags: Sequence[Tensor]) -> None:
+    """Refuse a selection by scores that are not numbers.
+
+    Raises:
+        SelectionError: a flag is false; the model's activations are broken.
+    """
+    if any(not bool(flag) for flag in flags):
+        raise SelectionError(
+            "A score is not finite: attention produced NaN or infinity, so no row can be chosen. Check the model's "
+            "dtype (fp16 overflow) and inputs; the cache still holds the state before this forward."
+        )
 
 
 def _ascending(table: RowMap) -> Tensor:

@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from ..contract import Phase, Transaction
+from ..evidence import CarriedEvidence
+from ..storage import RowMap
 from .decide import Candidates, Decider, Observed
+from .evidence_blocks import observe_queries, query_clock
 from .queries import QueryWindow
 from .snapshot import OpenSegment, Snapshot
 from .view import published_keys
@@ -15,11 +21,16 @@ from .visibility import Visibility
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-__all__ = ["decide_appended"]
+__all__ = ["absorb_held", "decide_appended"]
 
 
 def decide_appended(
-    runtime: Runtime, snapshot: Snapshot, transaction: Transaction, budget_rows: tuple[int, ...]
+    runtime: Runtime,
+    snapshot: Snapshot,
+    transaction: Transaction,
+    budget_rows: tuple[int, ...],
+    *,
+    ends_prompt: bool,
 ) -> tuple[Snapshot, Decider]:
     """Return the successor of a snapshot whose rows now compete, and the selection that made it.
 
@@ -35,15 +46,17 @@ def decide_appended(
         budget_rows=budget_rows,
         newest_tokens=snapshot.frontier.tokens,
         justified=dense and all(part.ordered for part in snapshot.maps),
+        ends_prompt=ends_prompt,
     )
     segment = snapshot.open_segment
     window = _window(runtime, segment) if decider.drops_rows else None
     for layer in range(layers):
         transaction.enter_through(layer, Phase.ATTEND)
         rows, table = snapshot.rows[layer], snapshot.full_map(layer)
-        candidates = Candidates(
-            keys_BSND=published_keys(rows, width), values_BSND=rows.values_BSCD[:, :, :width], map=table
-        )
+        keys = published_keys(rows, width)
+        states = _states(runtime, snapshot, layer, keys, table, ends_prompt)
+        values = rows.values_BSCD[:, :, :width]
+        candidates = Candidates(keys_BSND=keys, values_BSND=values, map=table, states_BSNX=states)
         decider.observe(layer, candidates, _observe(snapshot, segment, window, layer, candidates, dense))
     new_rows, maps = decider.finish(layers)
     evicted = snapshot.frontier.columns if decider.drops_rows else snapshot.evicted_at_column
@@ -56,6 +69,8 @@ def decide_appended(
         counts=decider.kept_counts,
         tail_counts=(0,) * snapshot.batch_size,
         budget_rows=budget_rows,
+        scores_LBSWX=decider.stacked_states(),
+        segment_tokens=snapshot.frontier.tokens if ends_prompt else snapshot.segment_tokens,
         open_segment=None,
         decision_epoch=snapshot.decision_epoch + 1,
         evicted_at_column=evicted,
@@ -63,10 +78,66 @@ def decide_appended(
     return successor, decider
 
 
-def _window(runtime: Runtime, segment: OpenSegment | None) -> QueryWindow | None:
+def absorb_held(runtime: Runtime, snapshot: Snapshot) -> Snapshot:
+    """Return the snapshot with its held queries added to the rows' states; its segment stays open.
+
+    For a prompt whose chunks are accepted one by one: queries that leave the held window must not be lost.
+    """
+    segment = snapshot.open_segment
     if segment is None or segment.window is None:
+        return snapshot
+    states = []
+    for layer, rows in enumerate(snapshot.rows):
+        keys, table = published_keys(rows, snapshot.width), snapshot.full_map(layer)
+        states.append(_states(runtime, snapshot, layer, keys, table, True))
+    kept = [state for state in states if state is not None]
+    opened = replace(segment, window=None, queries_BQWD=())
+    return replace(snapshot, scores_LBSWX=torch.stack(kept), open_segment=opened)
+
+
+def _window(runtime: Runtime, segment: OpenSegment | None) -> QueryWindow | None:
+    wanted = runtime.composition.evidence.window_queries
+    if segment is None or segment.window is None or not wanted:
         return None
-    return segment.window.last(runtime.composition.evidence.window_queries)
+    return segment.window.last(wanted)
+
+
+def _states(
+    runtime: Runtime, snapshot: Snapshot, layer: int, keys: Tensor, table: RowMap, ends_prompt: bool
+) -> Tensor | None:
+    """Return a layer's states with the queries that waited for acceptance added."""
+    evidence, stored = runtime.composition.evidence, snapshot.scores_LBSWX
+    if not isinstance(evidence, CarriedEvidence) or stored is None:
+        return None
+    states, segment = stored[layer].clone(), snapshot.open_segment
+    if segment is None or segment.window is None:
+        return states
+    window = segment.window
+    columns = window.columns_BW.expand(snapshot.batch_size, -1)
+    # A query's token position is that of the row its own column became (0 for one that was rejected, never read).
+    own = table.columns_BMW[:, 0].long()[:, None, :] == columns[:, :, None]
+    tokens = (own * table.tokens_BMW[:, 0].long()[:, None, :]).sum(-1)
+    real = own.logical_and(table.live_BMW[:, 0][:, None, :]).any(-1)
+    visibility = Visibility(
+        record=segment.rule, columns_after=snapshot.frontier.columns, dense=False, changed_mask_BF=None
+    )
+    observe_queries(
+        evidence,
+        runtime.composition.group,
+        states,
+        layer=layer,
+        queries_BQTD=segment.queries_BQWD[layer],
+        columns_BT=columns,
+        query_tokens_BT=tokens,
+        real_BT=real if window.real_BW is None else real & window.real_BW,
+        clock_BT=query_clock(tokens, snapshot.segment_tokens, ends_prompt),
+        keys_BSND=keys,
+        view=table,
+        visibility=visibility,
+        scaling=segment.scaling,
+        keep_all=True,
+    )
+    return states
 
 
 def _observe(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from .append import AppendStep
 from .composition import Composition
+from .evict import EvictStep
 from .inputs import ForwardInputs
 from .ring import RingStep
 from .segment import SegmentStep
@@ -23,41 +24,43 @@ MAX_ROLLBACK_TOKENS = 64
 
 
 def plan_step(runtime: Runtime, inputs: ForwardInputs) -> Step:
-    """Return the step that runs a forward: append, ring, or a segment whose rows compete."""
+    """Return the step that runs a forward: append, ring or evict, or a segment whose rows compete."""
     policy, snapshot = runtime.composition, runtime.snapshot
-    held = policy.chunked_prefill == "hold" and not policy.is_positional
-    if (
-        runtime.recording
-        or policy.schedule == "never"
-        or (policy.schedule == "end_of_prefill" and _appends(runtime, inputs))
-    ):
-        return _append_step(runtime, inputs, held)
+    if runtime.recording or policy.schedule == "never" or _appends(runtime, inputs):
+        return _append_step(runtime, inputs)
     budget = runtime.budget_rows(inputs.frontier_after, inputs.batch)
-    if (
-        policy.schedule == "every_step"
-        and inputs.length == 1
-        and snapshot.width
-        and not (snapshot.tail and snapshot.tail.width)
-    ):
-        return RingStep(runtime, snapshot, inputs, runtime.open_transaction(state=True), budget)
+    tail = snapshot.tail is not None and snapshot.tail.width > 0
+    if inputs.length == 1 and snapshot.width and not tail and policy.schedule == "every_step":
+        kind = EvictStep if policy.carries_scores else RingStep
+        return kind(runtime, snapshot, inputs, runtime.open_transaction(state=True), budget)
     _warn_consecutive(runtime, inputs)
     return SegmentStep(runtime, snapshot, inputs, runtime.open_transaction(state=True), budget)
 
 
 def _appends(runtime: Runtime, inputs: ForwardInputs) -> bool:
-    """Whether an end-of-prefill policy takes these rows without choosing."""
-    policy = runtime.composition
-    if inputs.length == 1 and runtime.snapshot.frontier.columns:
+    """Whether these rows are taken without choosing."""
+    policy, snapshot = runtime.composition, runtime.snapshot
+    decodes = inputs.length == 1 and snapshot.frontier.columns > 0
+    if policy.schedule == "end_of_prefill" and (decodes or (policy.on_append == "append" and snapshot.decision_epoch)):
         return True
-    if policy.on_append == "append" and runtime.snapshot.decision_epoch:
-        return True
-    return policy.chunked_prefill == "hold" and not policy.is_positional
+    if policy.schedule == "when_full" and decodes:
+        budget = runtime.budget_rows(inputs.frontier_after, inputs.batch)
+        after = zip(snapshot.counts, inputs.new_tokens, budget, strict=True)
+        return all(held + new <= rows for held, new, rows in after)
+    return policy.chunked_prefill == "hold" and not policy.is_positional and not decodes
 
 
-def _append_step(runtime: Runtime, inputs: ForwardInputs, held: bool) -> AppendStep:
+def _append_step(runtime: Runtime, inputs: ForwardInputs) -> AppendStep:
     policy = runtime.composition
     step = AppendStep(runtime, runtime.snapshot, inputs, runtime.open_transaction(state=False))
-    if inputs.length > 1 and selects_segments(policy, runtime.snapshot) and (held or runtime.recording):
+    held = policy.chunked_prefill == "hold" and not policy.is_positional
+    if policy.carries_scores:
+        if runtime.recording:
+            # Every query waits: which of them count is known when they are accepted.
+            step.hold(MAX_ROLLBACK_TOKENS)
+        elif held and inputs.length > 1:
+            step.hold(0)
+    elif inputs.length > 1 and selects_segments(policy, runtime.snapshot) and (held or runtime.recording):
         rollback = MAX_ROLLBACK_TOKENS if runtime.recording else 0
         wanted = policy.evidence.window_queries
         step.hold(wanted + rollback if wanted else 0)
@@ -66,9 +69,9 @@ def _append_step(runtime: Runtime, inputs: ForwardInputs, held: bool) -> AppendS
 
 def selects_segments(policy: Composition, snapshot: Snapshot) -> bool:
     """Whether a prompt segment is compressed at its end."""
-    if policy.schedule != "end_of_prefill":
-        return False
-    return policy.on_append == "recompress" or not snapshot.decision_epoch
+    if policy.schedule == "end_of_prefill":
+        return policy.on_append == "recompress" or not snapshot.decision_epoch
+    return policy.carries_scores
 
 
 def _warn_consecutive(runtime: Runtime, inputs: ForwardInputs) -> None:

@@ -15,7 +15,7 @@ from ..positions import RotarySpec
 from ..storage import stored_tensors
 from .composition import Composition
 from .crop import cropped
-from .deferred import decide_appended
+from .deferred import absorb_held, decide_appended
 from .exclusive import SUPERSEDED, Exclusive, exclusive
 from .inputs import read_inputs
 from .plan import MAX_ROLLBACK_TOKENS, plan_step, selects_segments
@@ -163,16 +163,21 @@ class Runtime(Exclusive):
         # ever is a prompt, as it is without recording.
         segment = waiting.length - rejected > 1 or not self.snapshot.frontier.columns
         is_prompt = segment and (waiting.is_first or not by_crop)
-        if is_prompt and policy.evidence.window_queries and rejected > MAX_ROLLBACK_TOKENS:
+        holds = policy.carries_scores or (is_prompt and policy.evidence.window_queries > 0)
+        if holds and rejected > MAX_ROLLBACK_TOKENS:
             raise CapacityError(
                 f"{rejected} tokens of a waiting prompt were rejected, but its queries are held for only "
                 f"{MAX_ROLLBACK_TOKENS} tokens beyond the window. Reject fewer, or feed the prompt before recording."
             )
         keep_open = policy.chunked_prefill == "hold" and not by_crop and not policy.is_positional
-        if policy.schedule == "every_step" or (
-            is_prompt and selects_segments(self.composition, self.snapshot) and not keep_open
-        ):
-            self._decide(accepted)
+        if is_prompt and keep_open:
+            if policy.carries_scores:
+                accepted = absorb_held(self, accepted)
+                if waiting.length == 1 and self.snapshot.open_segment is None:
+                    accepted = replace(accepted, open_segment=None)  # one token opens no segment
+            self._republish(accepted)
+        elif policy.bounds_every_step or (is_prompt and selects_segments(policy, self.snapshot)):
+            self._decide(accepted, ends_prompt=is_prompt)
         else:
             if not is_prompt:
                 accepted = replace(accepted, open_segment=self.snapshot.open_segment)
@@ -196,6 +201,11 @@ class Runtime(Exclusive):
                 self.accept(removed, by_crop=True)
                 return
             left = self.snapshot.frontier.columns - (removed - waiting)
+            if self.composition.carries_scores and 0 < left < self.snapshot.frontier.columns:
+                raise StaleGenerationError(
+                    f"crop(-{removed}) would take back accepted tokens, whose queries are part of the scores of the "
+                    "rows they saw. Call cache.activate_past_recording() before the forwards that may be taken back."
+                )
             if left < self.snapshot.evicted_at_column:
                 raise StaleGenerationError(
                     f"crop(-{removed}) goes back to column {left}, but rows were dropped for good at column "
@@ -223,7 +233,7 @@ class Runtime(Exclusive):
             if self.snapshot.open_segment is None:
                 return
             if selects_segments(self.composition, self.snapshot):
-                self._decide(self.snapshot)
+                self._decide(self.snapshot, ends_prompt=True)
             else:
                 self._republish(replace(self.snapshot, open_segment=None))
 
@@ -316,11 +326,11 @@ class Runtime(Exclusive):
         successor = self.clock.successor(self.snapshot.generations, state=state)
         return Transaction(self.snapshot.generations, successor, self.geometry.num_layers, self.observer)
 
-    def _decide(self, appended: Snapshot) -> None:
+    def _decide(self, appended: Snapshot, *, ends_prompt: bool) -> None:
         transaction = self.open_transaction(state=True)
         budget = self.budget_rows(appended.frontier, appended.batch_size)
         try:
-            successor, decider = decide_appended(self, appended, transaction, budget)
+            successor, decider = decide_appended(self, appended, transaction, budget, ends_prompt=ends_prompt)
             self._swap(transaction, successor, dropped=_dropped(appended.counts, decider.kept_counts))
         except BaseException:
             if transaction.is_open:

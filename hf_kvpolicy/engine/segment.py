@@ -48,6 +48,7 @@ class SegmentStep(Step):
             budget_rows=budget,
             newest_tokens=inputs.frontier_after.tokens,
             justified=after_all if snapshot.width else inputs.left_padded,
+            ends_prompt=inputs.length > 1 or not snapshot.frontier.columns,
         )
         wanted = policy.evidence.window_queries if self.decider.drops_rows else 0
         self._window = hold_window(None, inputs, snapshot.frontier.columns, wanted) if wanted else None
@@ -73,7 +74,11 @@ class SegmentStep(Step):
         if self.snapshot.width:
             new_keys, _ = self._new.pop(layer)
             keys = pristine_keys(self.snapshot.rows[layer], keys, self.snapshot.width, new_keys)
-        candidates = Candidates(keys_BSND=keys, values_BSND=step.values.detach(), map=view)
+        states = None
+        if self.carry is not None:
+            states = self.carry.states(layer, keys)
+            self.carry.observe(layer, states, query_BQTD, step.keys.detach(), view, self.visibility(record))
+        candidates = Candidates(keys_BSND=keys, values_BSND=step.values.detach(), map=view, states_BSNX=states)
         window = self._window
         queries = None if window is None else held(None, query_BQTD, window)
         columns = self.query_columns() if window is None else window.columns_BW
@@ -104,6 +109,8 @@ class SegmentStep(Step):
             counts=self.decider.kept_counts,
             tail_counts=(0,) * self.inputs.batch,
             budget_rows=self.budget_rows,
+            scores_LBSWX=self.decider.stacked_states(),
+            segment_tokens=frontier.tokens if self.decider.ends_prompt else self.snapshot.segment_tokens,
             open_segment=None,
             last_was_segment=self.inputs.length > 1,
             decision_epoch=self.snapshot.decision_epoch + 1,

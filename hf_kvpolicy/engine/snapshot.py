@@ -100,6 +100,10 @@ class Snapshot:
     # Rows among them that were appended after the last selection.
     tail_counts: tuple[int, ...] = ()
     budget_rows: tuple[int, ...] | None = None
+    # States that rows carry, [L, B, S, W, X] over all slots; None for evidence without any.
+    scores_LBSWX: Tensor | None = None
+    # Real tokens of each batch row when its last prompt segment ended: the clock of decode starts there.
+    segment_tokens: tuple[int, ...] = ()
     open_segment: OpenSegment | None = None
     last_was_segment: bool = False
     decision_epoch: int = 0
@@ -147,5 +151,9 @@ class Snapshot:
             counts=tuple(self.counts[i] for i in index),
             tail_counts=tuple(self.tail_counts[i] for i in index),
             budget_rows=None if self.budget_rows is None else tuple(self.budget_rows[i] for i in index),
+            scores_LBSWX=None
+            if self.scores_LBSWX is None
+            else self.scores_LBSWX.index_select(1, on(self.scores_LBSWX.device)),
+            segment_tokens=tuple(self.segment_tokens[i] for i in index) if self.segment_tokens else (),
             open_segment=None if segment is None else segment.batch(on(self.maps[0].live_BMW.device)),
         )

@@ -15,10 +15,12 @@ from torch import Tensor
 from ..backends import attend_view, run_stock
 from ..contract import Phase, Transaction
 from ..errors import ConfigError, IntegrityError
+from ..evidence import CarriedEvidence
 from ..frame import LayerStep, leave_forward
 from ..masks import MaskRecord
 from ..positions import Shift, local_shift, shift_keys
 from ..storage import DenseRows, RowMap, stored_tensors
+from .carry import Carry
 from .inputs import ForwardInputs
 from .snapshot import Snapshot
 from .visibility import Visibility
@@ -36,6 +38,8 @@ class Step(ABC):
         self.runtime, self.snapshot, self.inputs, self.transaction = runtime, snapshot, inputs, transaction
         geometry, policy = runtime.geometry, runtime.composition
         self.rows: dict[int, DenseRows] = {}
+        self.carry = Carry(self, policy.evidence) if isinstance(policy.evidence, CarriedEvidence) else None
+        self.scaling = 1.0
         self.transient_bytes = 0
         self.width_after = snapshot.width + inputs.length
         self._expected = (inputs.batch, geometry.num_kv_heads, inputs.length, geometry.key_dim)
@@ -77,8 +81,9 @@ class Step(ABC):
             )
         try:
             self.transaction.enter(step.layer, Phase.ATTEND)
+            self.scaling = float(kwargs["scaling"])
             output = self._attention(backend, module, query, step, record, kwargs)
-            self.attended(step.layer, query, step, record, float(kwargs["scaling"]))
+            self.attended(step.layer, query, step, record, self.scaling)
             self._layers_left -= 1
             if not self._layers_left:
                 with stored_tensors():
@@ -205,6 +210,9 @@ class Step(ABC):
         visibility, mask = self.visibility(record), None
         if not (visibility.is_plain and self.inputs.length == 1):
             mask = visibility.for_queries(self.view_map(step.layer), self.query_columns())
+        if self.carry is not None and self.inputs.length == 1:
+            view = self.view_map(step.layer)
+            return self.carry.attend_one(step.layer, query, step.keys, step.values, view, mask)
         return attend_view(backend, module, query, step.keys, step.values, mask, kwargs)
 
     @staticmethod

@@ -59,6 +59,22 @@ class Visibility:
             self._memo[key] = (self._evaluate(view, query_columns_BT), view, query_columns_BT)
         return self._memo[key][0]
 
+    def for_block(self, view: RowMap, query_columns_BT: Tensor, start: int, total: int) -> tuple[Tensor | None, int]:
+        """Return (mask, rows that any of them sees) for some of a segment's queries: the ones from `start` of `total`.
+
+        The newest `total` rows of the view are those queries' own, in order. Nothing is remembered: masks of all blocks
+        together would grow with the square of the segment.
+        """
+        queries, rows = query_columns_BT.shape[1], view.width
+        if not self.is_plain:
+            return self._evaluate(view, query_columns_BT), rows
+        before = rows - total + start
+        seen = before + queries
+        if queries == 1:
+            return None, seen
+        ones = torch.ones((queries, seen), dtype=torch.bool, device=view.live_BMW.device)
+        return ones.tril(before)[None, None], seen
+
     def _evaluate(self, view: RowMap, query_columns_BT: Tensor) -> Tensor:
         rows_BM1N = self._effective_columns(view)[:, :, None, :]
         allowed = self.record.allows(query_columns_BT.long()[:, None, :, None], rows_BM1N)

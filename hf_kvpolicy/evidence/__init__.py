@@ -1,20 +1,31 @@
 """Evidence: what makes a row worth keeping."""
 
 from .base import Evidence, LayerObservation, Visibility
+from .carried import CarriedEvidence, QueryBlock, reduce_group
+from .cumulative import CumulativeAttention
+from .gumbel import GumbelSoftmax, gumbel_noise
+from .low_scores import LowScoreHistory
 from .random import SeededRandom, hash_unit_reference
 from .recency import Recency
 from .window_votes import GROUPS, Pooling, WindowVotes, pool_reference, window_votes_reference
 
 __all__ = [
     "GROUPS",
+    "CarriedEvidence",
+    "CumulativeAttention",
     "Evidence",
+    "GumbelSoftmax",
     "LayerObservation",
+    "LowScoreHistory",
     "Pooling",
+    "QueryBlock",
     "Recency",
     "SeededRandom",
     "Visibility",
     "WindowVotes",
+    "gumbel_noise",
     "hash_unit_reference",
     "pool_reference",
+    "reduce_group",
     "window_votes_reference",
 ]

@@ -35,6 +35,8 @@ class LayerObservation:
     tokens_BMN: Tensor
     visibility: Visibility
     scaling: float
+    # States that rows carry, [B, S, N, X]; None for evidence without any.
+    state_BSNX: Tensor | None = None
 
 
 class Evidence(Protocol):

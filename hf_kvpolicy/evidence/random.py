@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .base import LayerObservation
 
-__all__ = ["SeededRandom", "hash_unit_reference"]
+__all__ = ["SeededRandom", "hash_unit_reference", "mix_bits", "unit_interval"]
 
 # Multipliers of a 31-bit integer finaliser. Products stay below 2^62, so int64 arithmetic is exact on every device.
 _MULTIPLIERS = (0x2C1B3C6D, 0x297A2D39)
@@ -32,9 +32,9 @@ class SeededRandom:
     def votes(self, seen: LayerObservation, *, group: str, score_heads: int) -> Tensor:
         """Return hashed scores [B, S, N] fp32."""
         heads = torch.arange(score_heads, device=seen.tokens_BMN.device).view(1, -1, 1)
-        state = _mix(seen.tokens_BMN.long() + 1)
-        state = _mix(state ^ _mix(heads + 1 + 0x10001 * (seen.layer + 1)))
-        return _mix(state ^ _mix(torch.tensor(self.seed & _MASK, device=state.device))).float() / float(_MASK + 1)
+        state = mix_bits(seen.tokens_BMN.long() + 1)
+        state = mix_bits(state ^ mix_bits(heads + 1 + 0x10001 * (seen.layer + 1)))
+        return unit_interval(mix_bits(state ^ mix_bits(torch.tensor(self.seed, device=state.device))))
 
     def refine(self, votes_BMN: Tensor) -> Tensor:
         """Return the votes unchanged."""
@@ -45,7 +45,13 @@ class SeededRandom:
         return {"seed": self.seed}
 
 
-def _mix(value: Tensor) -> Tensor:
+def unit_interval(bits: Tensor) -> Tensor:
+    """Map hashed bits to fp32 in [0, 1]."""
+    return bits.float() / float(_MASK + 1)
+
+
+def mix_bits(value: Tensor) -> Tensor:
+    """Hash integers to 31 bits each, exactly the same on every device."""
     value = value & _MASK
     for multiplier in _MULTIPLIERS:
         value = ((value ^ (value >> 15)) * multiplier) & _MASK

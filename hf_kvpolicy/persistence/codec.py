@@ -42,6 +42,8 @@ def encode(snapshot: Snapshot) -> tuple[dict[str, Any], Tensors]:
         tensors |= _map_tensors(f"map.{index}", part)
     if snapshot.tail is not None:
         tensors |= _map_tensors("tail", snapshot.tail)
+    if snapshot.scores_LBSWX is not None:
+        tensors["scores"] = snapshot.scores_LBSWX
     if frontier.seen_BF is not None:
         tensors["frontier.seen"] = frontier.seen_BF
     facts = {
@@ -57,6 +59,7 @@ def encode(snapshot: Snapshot) -> tuple[dict[str, Any], Tensors]:
         "counts": list(snapshot.counts),
         "tail_counts": list(snapshot.tail_counts),
         "budget_rows": None if snapshot.budget_rows is None else list(snapshot.budget_rows),
+        "segment_tokens": list(snapshot.segment_tokens),
         "open_segment": None,
         "last_was_segment": snapshot.last_was_segment,
         "decision_epoch": snapshot.decision_epoch,
@@ -95,6 +98,8 @@ def decode(
         counts=tuple(facts["counts"]),
         tail_counts=tuple(facts["tail_counts"]),
         budget_rows=None if facts["budget_rows"] is None else tuple(facts["budget_rows"]),
+        scores_LBSWX=pool.take("scores", device) if pool.has("scores") else None,
+        segment_tokens=tuple(facts["segment_tokens"]),
         open_segment=None if segment is None else _decode_segment(segment, pool, device, layer_devices),
         last_was_segment=facts["last_was_segment"],
         decision_epoch=facts["decision_epoch"],

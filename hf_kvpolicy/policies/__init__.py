@@ -1,5 +1,23 @@
 """One file a method: a constructor that composes the axes."""
 
-from .retention import FullCache, RandomCache, SlidingWindowCache, SnapKVCache, StreamingLLMCache
+from .retention import (
+    FullCache,
+    H2OCache,
+    KeyformerCache,
+    RandomCache,
+    ScissorhandsCache,
+    SlidingWindowCache,
+    SnapKVCache,
+    StreamingLLMCache,
+)
 
-__all__ = ["FullCache", "RandomCache", "SlidingWindowCache", "SnapKVCache", "StreamingLLMCache"]
+__all__ = [
+    "FullCache",
+    "H2OCache",
+    "KeyformerCache",
+    "RandomCache",
+    "ScissorhandsCache",
+    "SlidingWindowCache",
+    "SnapKVCache",
+    "StreamingLLMCache",
+]

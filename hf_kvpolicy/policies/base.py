@@ -2,18 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..allocation import parse_budget
 from ..cache import PolicyCache
-from ..errors import ConfigError
+from ..engine import Composition
+from ..errors import ConfigError, ManifestError
 
-__all__ = ["BudgetLike", "ModelOrConfig", "PolicyCache", "token_positions"]
+__all__ = ["BudgetLike", "ModelOrConfig", "PolicyCache", "bounded_only", "check_ratio", "compose", "token_positions"]
 
 ModelOrConfig: TypeAlias = PreTrainedModel | PreTrainedConfig
 BudgetLike: TypeAlias = int | float | str
+
+
+def compose(policy: str, common: Mapping[str, Any], own: Mapping[str, Any] | None = None, **axes: Any) -> Composition:
+    """Build a composition from what every bounded policy takes, a policy's own options, and its axes.
+
+    Args:
+        policy: the registered name.
+        common: budget, unit, group, protect, on_append, chunked_prefill, variant, fallback, as the constructor got
+        them. own: the policy's other constructor options, for the manifest.
+        axes: what the options mean: schedule, evidence, window_rows, sinks, ...
+
+    Raises:
+        ConfigError, BudgetError, ManifestError: as `Composition`, `parse_budget` and `token_positions`.
+    """
+    shared = {**common, "protect": token_positions(common["protect"], policy)}
+    options = {**shared, **(own or {})}
+    budget = parse_budget(shared.pop("budget"))
+    return Composition(policy=policy, budget=budget, options=options, **shared, **axes)
+
+
+def check_ratio(policy: str, name: str, value: float) -> None:
+    """Reject a share outside [0, 1].
+
+    Raises:
+        ConfigError: the value is not a number between 0 and 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
+        raise ConfigError(f"{policy}: {name} is a share between 0 and 1; got {value!r}.")
+
+
+def bounded_only(on_append: str, policy: str) -> str:
+    """Return `on_append` of a policy whose budget holds after every step.
+
+    Raises:
+        ManifestError: "append" would let a prompt segment exceed the budget.
+    """
+    if on_append == "append":
+        raise ManifestError(
+            f"{policy}: the budget holds after every step, but on_append='append' keeps a later prompt segment whole. "
+            "Use on_append='recompress', or a policy that decides at the end of a prompt (snapkv)."
+        )
+    return on_append
 
 
 def token_positions(protect: Iterable[int] | None, policy: str) -> tuple[int, ...]:

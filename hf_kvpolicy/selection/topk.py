@@ -16,12 +16,22 @@ from ..errors import SelectionError
 __all__ = ["Kept", "keep_best", "keep_best_reference", "kept_index"]
 
 
-def keep_best(scores_BMN: Tensor, open_BMN: Tensor, protected_BMN: Tensor, budget_rows: Sequence[int]) -> Tensor:
+def keep_best(
+    scores_BMN: Tensor,
+    open_BMN: Tensor,
+    protected_BMN: Tensor,
+    budget_rows: Sequence[int],
+    *,
+    keeps_newest_on_ties: bool = False,
+) -> Tensor:
     """Return the mask of rows that stay: every protected row, then the best open ones until the budget is full.
 
-    Among equal scores the lower token position wins, so candidates must come in ascending token order.
+    Among equal scores the lower token position wins (the higher one with `keeps_newest_on_ties`), so candidates must
+    come in ascending token order.
     Protection is a mask: a protected row never competes, whatever its score.
     """
+    if keeps_newest_on_ties:
+        return keep_best(scores_BMN.flip(-1), open_BMN.flip(-1), protected_BMN.flip(-1), budget_rows).flip(-1)
     budget_B11 = torch.tensor(list(budget_rows), device=scores_BMN.device).view(-1, 1, 1)
     competing = open_BMN & ~protected_BMN
     floor = torch.finfo(scores_BMN.dtype).min if scores_BMN.is_floating_point() else torch.iinfo(scores_BMN.dtype).min

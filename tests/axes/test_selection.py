@@ -93,8 +93,8 @@ def test_counts_must_cover_the_batch() -> None:
         kept_index(torch.ones(2, 1, 3, dtype=torch.bool), [3])
 
 
-def test_units_average_heads() -> None:
+def test_units_sum_heads() -> None:
     votes = torch.tensor([[[1.0, 2.0, 0.0], [3.0, 0.0, 0.0]]])
     assert reduce_heads(votes, "head") is votes
     for unit in ("layer", "token"):
-        assert reduce_heads(votes, unit).tolist() == [[[2.0, 1.0, 0.0]]]
+        assert reduce_heads(votes, unit).tolist() == [[[4.0, 2.0, 0.0]]]

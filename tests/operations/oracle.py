@@ -28,6 +28,8 @@ class Oracle:
     budget: int | float | None
     hold: bool = False
     append: bool = False
+    carries: bool = False
+    drop_ratio: float = 0.0
     mask: list[list[int]] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     rows: list[int] | None = None
@@ -53,6 +55,8 @@ class Oracle:
             budget=budget,
             hold=policy.chunked_prefill == "hold" and not positional,
             append=policy.on_append == "append",
+            carries=policy.carries_scores,
+            drop_ratio=policy.drop_ratio or 0.0,
         )
 
     @property
@@ -88,6 +92,9 @@ class Oracle:
         self._take(new)
         if self.schedule == "never":
             return
+        if self.carries and self.hold and (length > 1 or not first):
+            self._hold_if(length, first)
+            return
         if self.schedule == "end_of_prefill":
             if (length == 1 and first) or (self.append and self.decided):
                 self._hold_if(length, first)
@@ -107,7 +114,7 @@ class Oracle:
         self.counts = [count + sum(row) for count, row in zip(old, new, strict=True)]
 
     def _selects(self) -> bool:
-        return self.schedule == "end_of_prefill" and not (self.append and self.decided)
+        return self.carries or (self.schedule == "end_of_prefill" and not (self.append and self.decided))
 
     def _select(self) -> None:
         if self.rows is None:
@@ -115,10 +122,13 @@ class Oracle:
                 self.rows = [max(self.minimum_rows, int(self.budget * n)) for n in self.tokens]
             else:
                 self.rows = [int(self.budget or 0)] * len(self.mask)
-        kept = [min(count, rows) for count, rows in zip(self.counts, self.rows, strict=True)]
+        kept = [self._kept(count, rows) for count, rows in zip(self.counts, self.rows, strict=True)]
         if kept != self.counts:
             self.evicted_at = self.columns
         self.counts, self.is_open, self.decided = kept, False, True
+
+    def _kept(self, count: int, rows: int) -> int:
+        return count if count <= rows else count - max(int(self.drop_ratio * rows), count - rows)
 
     def finish(self) -> None:
         if self.is_open:
@@ -134,17 +144,17 @@ class Oracle:
         self._take([row[: len(row) - rejected] for row in waiting.new])
         # What was accepted decides; the first token ever is a prompt.
         is_prompt = (waiting.length - rejected > 1 or not first) and (waiting.is_first or not by_crop)
-        if self.schedule == "every_step":
+        if is_prompt and self._selects() and self.hold and not by_crop:
+            if not self.is_open and waiting.length > 1:
+                self.is_open, self.open_start = True, first
+        elif self.schedule in ("every_step", "when_full") or (is_prompt and self._selects()):
             self._select()
-        elif is_prompt and self._selects():
-            if self.hold and not by_crop:
-                if not self.is_open and waiting.length > 1:
-                    self.is_open, self.open_start = True, first
-            else:
-                self._select()
 
     def can_crop(self, removed: int) -> bool:
         waiting = 0 if self.waiting is None else self.waiting.length
+        left = self.columns - (removed - waiting)
+        if self.carries and removed > waiting and left:
+            return False
         return removed <= waiting or self.columns - (removed - waiting) >= self.evicted_at
 
     def crop(self, removed: int) -> None:

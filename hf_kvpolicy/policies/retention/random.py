@@ -14,11 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ...allocation import parse_budget
-from ...engine import Composition
 from ...evidence import SeededRandom
 from ...registry import register_policy
-from ..base import BudgetLike, ModelOrConfig, PolicyCache, token_positions
+from ..base import BudgetLike, ModelOrConfig, PolicyCache, compose
 
 __all__ = ["RandomCache"]
 
@@ -55,32 +53,19 @@ class RandomCache(PolicyCache):
         Raises:
             BudgetError: the budget is not larger than window and protected rows.
         """
-        protected = token_positions(protect, "random")
-        composition = Composition(
-            policy="random",
-            schedule="end_of_prefill",
-            evidence=SeededRandom(seed=seed),
-            budget=parse_budget(budget),
-            window_rows=window,
-            unit=unit,
-            group=group,
-            protect=protected,
-            on_append=on_append,
-            chunked_prefill=chunked_prefill,
-            variant=variant,
-            fallback=fallback,
-            options={
-                "budget": budget,
-                "window": window,
-                "seed": seed,
-                "unit": unit,
-                "group": group,
-                "protect": protected,
-                "on_append": on_append,
-                "chunked_prefill": chunked_prefill,
-                "variant": variant,
-                "fallback": fallback,
-            },
+        common = {
+            "budget": budget,
+            "unit": unit,
+            "group": group,
+            "protect": protect,
+            "on_append": on_append,
+            "chunked_prefill": chunked_prefill,
+            "variant": variant,
+            "fallback": fallback,
+        }
+        own = {"window": window, "seed": seed}
+        composition = compose(
+            "random", common, own, schedule="end_of_prefill", evidence=SeededRandom(seed=seed), window_rows=window
         )
         super().__init__(model_or_config, composition)
 

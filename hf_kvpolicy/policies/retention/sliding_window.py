@@ -14,11 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ...allocation import parse_budget
-from ...engine import Composition
 from ...evidence import Recency
 from ...registry import register_policy
-from ..base import BudgetLike, ModelOrConfig, PolicyCache, token_positions
+from ..base import BudgetLike, ModelOrConfig, PolicyCache, compose
 
 __all__ = ["SlidingWindowCache"]
 
@@ -50,30 +48,17 @@ class SlidingWindowCache(PolicyCache):
         Raises:
             BudgetError: the budget is not positive, or protected rows fill it.
         """
-        protected = token_positions(protect, "sliding_window")
-        composition = Composition(
-            policy="sliding_window",
-            schedule="every_step",
-            evidence=Recency(),
-            budget=parse_budget(budget),
-            protect=protected,
-            unit=unit,
-            group=group,
-            on_append=on_append,
-            chunked_prefill=chunked_prefill,
-            variant=variant,
-            fallback=fallback,
-            options={
-                "budget": budget,
-                "unit": unit,
-                "group": group,
-                "protect": protected,
-                "on_append": on_append,
-                "chunked_prefill": chunked_prefill,
-                "variant": variant,
-                "fallback": fallback,
-            },
-        )
+        common = {
+            "budget": budget,
+            "unit": unit,
+            "group": group,
+            "protect": protect,
+            "on_append": on_append,
+            "chunked_prefill": chunked_prefill,
+            "variant": variant,
+            "fallback": fallback,
+        }
+        composition = compose("sliding_window", common, schedule="every_step", evidence=Recency())
         super().__init__(model_or_config, composition)
 
     @staticmethod

@@ -18,11 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ...allocation import parse_budget
-from ...engine import Composition
 from ...evidence import Pooling, WindowVotes
 from ...registry import register_policy
-from ..base import BudgetLike, ModelOrConfig, PolicyCache, token_positions
+from ..base import BudgetLike, ModelOrConfig, PolicyCache, compose
 
 __all__ = ["SnapKVCache"]
 
@@ -67,35 +65,25 @@ class SnapKVCache(PolicyCache):
             BudgetError: the budget is not larger than window and protected rows.
             ConfigError: an option is outside its range.
         """
-        protected = token_positions(protect, "snapkv")
-        composition = Composition(
-            policy="snapkv",
+        common = {
+            "budget": budget,
+            "unit": unit,
+            "group": group,
+            "protect": protect,
+            "on_append": on_append,
+            "chunked_prefill": chunked_prefill,
+            "variant": variant,
+            "fallback": fallback,
+        }
+        own = {"window": window, "kernel_size": kernel_size, "pooling": pooling, "owner": owner}
+        composition = compose(
+            "snapkv",
+            common,
+            own,
             schedule="end_of_prefill",
             evidence=WindowVotes(window_queries=window, kernel_size=kernel_size, pooling=pooling),
-            budget=parse_budget(budget),
             window_rows=window,
-            unit=unit,
             owner=owner,
-            group=group,
-            protect=protected,
-            on_append=on_append,
-            chunked_prefill=chunked_prefill,
-            variant=variant,
-            fallback=fallback,
-            options={
-                "budget": budget,
-                "window": window,
-                "kernel_size": kernel_size,
-                "pooling": pooling,
-                "owner": owner,
-                "unit": unit,
-                "group": group,
-                "protect": protected,
-                "on_append": on_append,
-                "chunked_prefill": chunked_prefill,
-                "variant": variant,
-                "fallback": fallback,
-            },
         )
         super().__init__(model_or_config, composition)
 

@@ -16,11 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ...allocation import parse_budget
-from ...engine import Composition
 from ...evidence import Recency
 from ...registry import register_policy
-from ..base import BudgetLike, ModelOrConfig, PolicyCache, token_positions
+from ..base import BudgetLike, ModelOrConfig, PolicyCache, compose
 
 __all__ = ["StreamingLLMCache"]
 
@@ -57,33 +55,19 @@ class StreamingLLMCache(PolicyCache):
             BudgetError: the budget is not positive, or sinks and protected rows fill it.
             UnsupportedModelError: cache-local positions on a model whose rotation cannot be shifted.
         """
-        protected = token_positions(protect, "streaming_llm")
-        composition = Composition(
-            policy="streaming_llm",
-            schedule="every_step",
-            evidence=Recency(),
-            budget=parse_budget(budget),
-            sinks=sinks,
-            positions=positions,
-            protect=protected,
-            unit=unit,
-            group=group,
-            on_append=on_append,
-            chunked_prefill=chunked_prefill,
-            variant=variant,
-            fallback=fallback,
-            options={
-                "budget": budget,
-                "sinks": sinks,
-                "positions": positions,
-                "unit": unit,
-                "group": group,
-                "protect": protected,
-                "on_append": on_append,
-                "chunked_prefill": chunked_prefill,
-                "variant": variant,
-                "fallback": fallback,
-            },
+        common = {
+            "budget": budget,
+            "unit": unit,
+            "group": group,
+            "protect": protect,
+            "on_append": on_append,
+            "chunked_prefill": chunked_prefill,
+            "variant": variant,
+            "fallback": fallback,
+        }
+        own = {"sinks": sinks, "positions": positions}
+        composition = compose(
+            "streaming_llm", common, own, schedule="every_step", evidence=Recency(), sinks=sinks, positions=positions
         )
         super().__init__(model_or_config, composition)
 
