@@ -1,4 +1,4 @@
-"""`kvpolicy eval run SWEEP.yaml` and `kvpolicy eval report DIR`."""
+"""`kvpolicy eval run SWEEP` and `kvpolicy eval report DIR`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import KVPolicyError
+from ..errors import ConfigError, KVPolicyError
 from . import fields
 from .sweep import SweepConfig, load_sweep
 
-__all__ = ["app"]
+__all__ = ["app", "load_for_command"]
 
 app = typer.Typer(help="Measure cache policies: quality beside the rows and bytes they really hold.")
 
@@ -23,7 +23,7 @@ _INTERRUPTED = 130
 
 @app.command()
 def run(
-    sweep: Annotated[Path, typer.Argument(help="Sweep file; configs/sweeps has examples.")],
+    sweep: Annotated[Path, typer.Argument(help="Sweep file, or the name of a shipped one, such as needle_ci.")],
     out: Annotated[Path | None, typer.Option(help="Folder for the results; finished rows in it are kept.")] = None,
     model: Annotated[str | None, typer.Option(help="Model name or folder instead of the sweep's.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most N examples a cell.")] = None,
@@ -45,6 +45,9 @@ def run(
 def report(folder: Annotated[Path, typer.Argument(help="Folder that `run` wrote.")]) -> None:
     """Print the tables of a run and write report.md and report.png beside its rows."""
     with _errors_as_exit_codes():
+        # Before any import: a wrong path matters more than a package that is not installed.
+        if not folder.is_dir():
+            raise ConfigError(f"There is no folder {str(folder)!r}. Give the folder that `kvpolicy eval run` wrote.")
         from .records import RunDirectory
         from .report import write_report
         from .terminal import print_tables
@@ -69,6 +72,26 @@ def _errors_as_exit_codes() -> Iterator[None]:
         raise typer.Exit(_INTERRUPTED) from None
 
 
+def load_for_command(name: str, dtype: str, device: str) -> Any:
+    """Load a model for a command, whose user can act on a name and not on a traceback.
+
+    Raises:
+        ConfigError: there is no such model, or it cannot be reached or read.
+    """
+    from .model_loading import load_model
+
+    try:
+        return load_model(name, dtype=dtype, device=device)
+    except KVPolicyError:
+        raise
+    except (OSError, ValueError) as error:  # what transformers raises for a missing, unreachable or foreign model
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise ConfigError(
+            f"The model {name!r} cannot be loaded: {reason}. Give --model a folder, or the name of a hub model that "
+            "this machine can reach; scripts/fetch_model fetches the default model and prints its folder."
+        ) from error
+
+
 def _check(config: SweepConfig) -> None:
     """Everything that can be refused without a model: policy names, their options, the grids of the tasks."""
     from .cells import task_points
@@ -83,12 +106,11 @@ def _run(config: SweepConfig, out: Path, limit: int | None) -> int:
     import torch
 
     from .engine import EngineBuilder
-    from .model_loading import load_model
     from .records import RunDirectory
     from .runner import run_sweep
 
     torch.set_num_threads(config.threads)
-    loaded = load_model(config.model.name, config.model.dtype, config.model.device)
+    loaded = load_for_command(config.model.name, config.model.dtype, config.model.device)
     outcome = run_sweep(config, loaded, RunDirectory(out), EngineBuilder(loaded.model), limit=limit, say=typer.echo)
     typer.echo(f"{outcome.written} rows written, {outcome.skipped} done before, {outcome.failed} failed: {out}")
     return outcome.failed

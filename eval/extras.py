@@ -21,5 +21,6 @@ def require(module: str, purpose: str) -> ModuleType:
     except ImportError as error:
         raise ConfigError(
             f"{purpose} needs the package {module.split('.')[0]!r}, which cannot be imported ({error}). "
-            "Install the evaluation extra with `pip install hf-kvpolicy[eval]`."
+            "Install the evaluation extra with `pip install 'hf-kvpolicy[eval]'`, or `pip install '.[eval]'` in a "
+            "checkout."
         ) from error

@@ -74,7 +74,7 @@ def _require_packages(*names: str) -> None:
     if missing:
         raise ConfigError(
             f"Converting SmolLM2 from GGUF needs {' and '.join(missing)}, which cannot be imported. "
-            f"Install with `pip install {' '.join(missing)}` or `pip install hf-kvpolicy[eval]`."
+            f"Install with `pip install {' '.join(missing)}` or `pip install 'hf-kvpolicy[eval]'`."
         )
 
 

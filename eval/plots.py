@@ -37,30 +37,31 @@ def save_plots(summaries: list[CellSummary], path: Path) -> None:
     for line, (title, group) in zip(axes, groups, strict=True):
         for panel, (name, read) in zip(line, _PANELS, strict=True):
             _draw(panel, group, read)
-            panel.set(title=title, xlabel="measured cache bytes after the prompt, MiB", ylabel=name)
+            panel.set(title=title, xlabel="measured cache bytes after the prompt, slack included, MiB", ylabel=name)
         line[0].set_ylim(-0.05, 1.05)
         line[0].legend(fontsize="small")
     FigureCanvasAgg(figure).print_png(str(path))
 
 
 def _draw(panel: Any, group: list[CellSummary], read: Callable[[Measured], Interval]) -> None:
-    """Curves with error bars; the full cache is a dashed level, since it has one size."""
+    """Curves with error bars; the full cache has one size: a point, and a dashed level to compare with."""
     for name, points in _curves(group).items():
         measured = sorted(points, key=lambda point: point.measured_bytes)
         intervals = [read(point) for point in measured]
         label = f"{name} ({_counts(measured)})"
+        style: dict[str, Any] = {"marker": "o"}
         if name == "full":
-            panel.axhline(intervals[0].mean, linestyle="--", color="black", label=label)
-            continue
+            panel.axhline(intervals[0].mean, linestyle="--", linewidth=1, color="black", zorder=1)
+            style = {"marker": "s", "color": "black", "linestyle": "none"}
         below = [interval.mean - interval.low for interval in intervals]
         above = [interval.high - interval.mean for interval in intervals]
         panel.errorbar(
             [point.measured_bytes / 2**20 for point in measured],
             [interval.mean for interval in intervals],
             yerr=[below, above],
-            marker="o",
             capsize=3,
             label=label,
+            **style,
         )
     panel.set_xlim(left=0)
 

@@ -11,9 +11,9 @@ from ..errors import ConfigError
 from .outcomes import OK
 from .records import RunDirectory
 from .statistics import SMOKE_BELOW, Interval
-from .summary import CellSummary, summarise
+from .summary import VERDICT_FROM, CellSummary, summarise
 
-__all__ = ["COLUMNS", "report_markdown", "table_cells", "tables", "write_report"]
+__all__ = ["BYTES_NOTE", "COLUMNS", "COST_COLUMNS", "report_markdown", "table_cells", "tables", "write_report"]
 
 COLUMNS = (
     "policy",
@@ -27,6 +27,12 @@ COLUMNS = (
     "prefill s",
     "ms/token",
     "outcome",
+)
+# What a run costs, for terminals too narrow for one table of everything.
+COST_COLUMNS = ("rows (min-max)", "kept", "MiB", "of full K/V", "prefill s", "ms/token")
+BYTES_NOTE = (
+    "MiB and the share of the full K/V are measured from tensor storages: slack (slots without a row), maps and "
+    "scores are included, so the share of bytes lies above the share of rows kept."
 )
 _BYTES_PER_MIB = 2**20
 
@@ -120,9 +126,11 @@ def _notes() -> list[str]:
         "  fed token by token.",
         "- Intervals: 95% percentile bootstrap over examples. Outcome: paired with the full cache, example by example;",
         "  degraded means that the interval of the difference in score or NLL excludes zero.",
+        f"- no verdict: fewer than {VERDICT_FROM} examples showed no loss, which does not show that there is none.",
         f"- smoke: fewer than {SMOKE_BELOW} examples; shows that things run, supports no claim.",
         "- Rows are per layer and head; rows and MiB are what the cache held right after the prompt. Every prompt",
         "  carries its question, so selection is question-aware. Prompts are sized, never truncated.",
+        f"- {BYTES_NOTE}",
     ]
 
 
@@ -134,6 +142,8 @@ def _outcome(summary: CellSummary) -> str:
     """The outcome, with its reservation: a difference not seen in a few examples is no absence of one."""
     if not summary.interpretable:
         return "not interpretable"
+    if summary.is_withheld:
+        return f"no verdict (n < {VERDICT_FROM})"
     return f"{summary.outcome}{' (smoke)' if summary.is_smoke else ''}"
 
 

@@ -15,7 +15,10 @@ from .outcomes import OK, Outcome
 from .records import Row
 from .statistics import SMOKE_BELOW, Interval, bootstrap_mean, paired_difference
 
-__all__ = ["CellSummary", "Measured", "summarise"]
+__all__ = ["VERDICT_FROM", "CellSummary", "Measured", "summarise"]
+
+# With fewer examples an interval that includes zero is no sign of quality, so "quality-valid" is not given.
+VERDICT_FROM = 10
 
 # Below this the full cache itself cannot do the task, and a policy's score says nothing about the policy.
 _CANARY_SCORE = 0.5
@@ -57,6 +60,11 @@ class CellSummary:
     def is_smoke(self) -> bool:
         """Whether there are too few examples for a claim."""
         return self.measured is None or self.measured.n < SMOKE_BELOW
+
+    @property
+    def is_withheld(self) -> bool:
+        """Whether it ran, no loss was seen, and the examples are too few to say that there is none."""
+        return self.interpretable and self.outcome is Outcome.UNMEASURED and self.measured is not None
 
 
 def summarise(rows: Iterable[Row]) -> list[CellSummary]:
@@ -102,14 +110,19 @@ def _summary(group: list[Row], measured: Measured | None, baselines: Mapping[tup
 
 
 def _quality_outcome(measured: Measured | None, baseline: Measured | None) -> Outcome:
-    """Degraded when the paired interval of the score lies below zero, or that of the NLL above it."""
+    """Degraded when the paired interval of the score lies below zero, or that of the NLL above it.
+
+    Too few examples can show a loss, but not that there is none: those stay unmeasured.
+    """
     if measured is None or baseline is None:
         return Outcome.UNMEASURED
     score = paired_difference(measured.scores, baseline.scores)
     nll = paired_difference(measured.nlls, baseline.nlls)
     if score is None or nll is None:
         return Outcome.UNMEASURED
-    return Outcome.QUALITY_DEGRADED if score.high < 0 or nll.low > 0 else Outcome.QUALITY_VALID
+    if score.high < 0 or nll.low > 0:
+        return Outcome.QUALITY_DEGRADED
+    return Outcome.QUALITY_VALID if measured.n >= VERDICT_FROM else Outcome.UNMEASURED
 
 
 def _measure(group: list[Row]) -> Measured:

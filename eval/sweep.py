@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.resources
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..allocation.budget import parse_budget
-from ..errors import ConfigError
+from ..errors import ConfigError, did_you_mean
 from . import fields
 from .tasks.registry import make_task
 
-__all__ = ["BudgetValue", "ModelSpec", "PolicySpec", "SweepConfig", "TaskSpec", "load_sweep", "parse_sweep"]
+__all__ = [
+    "BudgetValue",
+    "ModelSpec",
+    "PolicySpec",
+    "SweepConfig",
+    "TaskSpec",
+    "load_sweep",
+    "parse_sweep",
+    "shipped_sweeps",
+]
 
 BudgetValue: TypeAlias = "int | float | str | None"
 
@@ -76,13 +86,39 @@ class SweepConfig:
 def load_sweep(path: Path, overrides: Mapping[str, Any] | None = None) -> SweepConfig:
     """Read a sweep file and apply dotted overrides such as `{"tasks.0.num_examples": 5}`.
 
+    Args:
+        path: a YAML file, or the bare name of a sweep that comes with the package.
+        overrides: values by dotted key.
+
     Raises:
         ConfigError: the file is missing, is no mapping, or any key or value in it is not accepted.
     """
-    document = fields.read_yaml_mapping(path)
+    document = _read(path)
     for dotted, value in (overrides or {}).items():
         fields.set_dotted(document, dotted, value)
     return parse_sweep(document)
+
+
+def shipped_sweeps() -> tuple[str, ...]:
+    """Return the names of the sweeps that come with the package, sorted."""
+    folder = importlib.resources.files("hf_kvpolicy.configs").joinpath("sweeps")
+    names = [entry.name for entry in folder.iterdir()]
+    return tuple(sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml")))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read a file, or the shipped sweep of that bare name; a file of the same name wins."""
+    name = str(path)
+    if path.is_file() or path.name != name or path.suffix:
+        return fields.read_yaml_mapping(path)
+    document = fields.shipped_config(f"sweeps/{name}.yaml")
+    if document is None:
+        names = shipped_sweeps()
+        raise ConfigError(
+            f"There is no sweep file {name!r}, and no shipped sweep of that name; shipped are {', '.join(names)}."
+            f"{did_you_mean(name, names)}"
+        )
+    return document
 
 
 def parse_sweep(document: Mapping[str, Any]) -> SweepConfig:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from .geometry import CacheGeometry, text_config
 from .layers import PolicyLayer
 from .ledger import Ledger, account
 from .positions import RotarySpec
-from .records import Identity, integrity_faults, manifest_of, positions_of, receipt_of, state_of
+from .records import Identity, integrity_faults, manifest_of, positions_of, prefix_digest, receipt_of, state_of
 from .registry import ModelPatch, model_patch
 
 if TYPE_CHECKING:
@@ -288,6 +289,27 @@ class PolicyCache(Cache):  # type: ignore[misc]
         from .persistence import save_cache
 
         save_cache(self, directory)
+
+    @contextmanager
+    def branch(self) -> Iterator[Self]:
+        """One context, many questions: what is fed inside the block leaves no trace after it.
+
+        with cache.branch():
+            model.generate(question_1, cache=cache)
+        with cache.branch():
+            model.generate(question_2, cache=cache)   # starts where question 1 started
+        """
+        with self._runtime.branch():
+            yield self
+
+    def prefix_digest(self, token_ids: Sequence[int]) -> str:
+        """Return the identity under which these rows may be reused for another request with the same tokens.
+
+        Raises:
+            ManifestError: the cache is lossy; its rows depend on what the policy saw, not on the tokens alone.
+            ConfigError: the tokens are not the ones a single-row cache was fed, by their number.
+        """
+        return prefix_digest(self._runtime, self.manifest, token_ids)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Deep copies are forks; the model is not copied."""

@@ -20,14 +20,15 @@ app = typer.Typer(
 
 @app.command("list")
 def list_policies() -> None:
-    """List policies with their source, and the supported model families."""
+    """List policies with their paper, and the supported model families."""
     from .registry import available_policies, supported_model_types
-    from .trace import headline
+    from .trace import headline, paper
 
     names = available_policies()
-    width = max(len(name) for name in names)
+    width, papers = max(len(name) for name in names), {name: paper(name) for name in names}
+    paper_width = max(len(identifier) for identifier in papers.values())
     for name in names:
-        typer.echo(f"{name:<{width}}  {headline(name)}")
+        typer.echo(f"{name:<{width}}  {papers[name] or '-':<{paper_width}}  {headline(name)}")
     typer.echo(f"\nmodel families: {', '.join(supported_model_types())}")
 
 
@@ -38,13 +39,23 @@ def show(
     prompt: Annotated[int, typer.Option(min=1, help="Prompt tokens in the drawing.")] = 24,
     steps: Annotated[int, typer.Option(min=0, help="Decoded tokens in the drawing.")] = 8,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Policy option, such as window=4.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Also draw it as a picture, into this PNG file.")] = None,
 ) -> None:
     """Show a policy's source, options and defaults, and draw which positions it keeps on a small trace."""
     with _errors_as_exit_code():
-        from .trace import describe, draw
+        from .trace import describe, draw, save_picture, trace
 
+        _check_policy(policy)
+        if png is not None:
+            from .eval.extras import require
+
+            require("matplotlib", "The picture of `kvpolicy show --png`")
+        heads = trace(policy, budget=budget, prompt_tokens=prompt, decode_tokens=steps, options=_options(set_))
         typer.echo(describe(policy))
-        typer.echo(draw(policy, budget=budget, prompt_tokens=prompt, decode_tokens=steps, options=_options(set_)))
+        typer.echo(draw(heads))
+        if png is not None:
+            save_picture(heads, png, title=f"{policy}, {prompt} prompt tokens and {steps} decoded")
+            typer.echo(f"\nwritten: {png}")
 
 
 @app.command()
@@ -67,9 +78,10 @@ def generate(
 
         from .compat import cache_argument
         from .config import make_cache
-        from .eval.model_loading import load_model
+        from .eval.cli import load_for_command
 
-        loaded = load_model(model, dtype=dtype, device=device)
+        _check_policy(policy)
+        loaded = load_for_command(model, dtype, device)
         cache = make_cache(policy, loaded.model, _value(budget), **_options(set_))
         tokenizer = loaded.tokenizer
         if chat and getattr(tokenizer, "chat_template", None):
@@ -99,6 +111,18 @@ def _errors_as_exit_code() -> Iterator[None]:
     except KVPolicyError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
+
+
+def _check_policy(name: str) -> None:
+    """Refuse an unknown policy before anything is loaded, and say where to look."""
+    from .registry import available_policies, policy_class
+
+    if name in available_policies():
+        return
+    try:
+        policy_class(name)
+    except ConfigError as error:
+        raise ConfigError(f"{error} `kvpolicy list` says what each keeps, `kvpolicy show snapkv` draws one.") from error
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:

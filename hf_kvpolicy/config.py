@@ -11,7 +11,7 @@ from typing import Any
 from .cache import PolicyCache
 from .errors import ConfigError, did_you_mean
 from .policies.base import BudgetLike, ModelOrConfig
-from .registry import policy_class
+from .registry import available_policies, policy_class
 
 __all__ = ["PolicySpec", "load_policy", "make_cache", "policy_options"]
 
@@ -51,7 +51,8 @@ def load_policy(source: str | Path | Mapping[str, Any]) -> PolicySpec:
     """Read a policy from a YAML file or a mapping: `policy: NAME` and its options beside it.
 
     Raises:
-        ConfigError: the file cannot be read, `policy` is missing, or a key is unknown.
+        ConfigError: the file cannot be read (a policy's bare name is not a file), `policy` is missing, or a key is
+            unknown.
     """
     data = _read(source)
     if not isinstance(data, Mapping) or not isinstance(data.get("policy"), str):
@@ -88,6 +89,11 @@ def _read(source: str | Path | Mapping[str, Any]) -> Any:
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
+        if str(path) in available_policies():
+            raise ConfigError(
+                f"{str(path)!r} is the name of a policy, and load_policy reads a YAML file's path or a mapping. Use "
+                f"make_cache({str(path)!r}, model, ...), or load_policy({{'policy': {str(path)!r}, ...}})."
+            ) from error
         raise ConfigError(f"The policy file {str(path)!r} cannot be read: {error}.") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"The policy file {str(path)!r} is not valid YAML: {error}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,12 +22,13 @@ from .contract import (
     SelectionContract,
     TensorContract,
     logical_cache_abi_of,
+    sha256_of,
 )
 from .engine import Composition, Runtime, Snapshot
-from .errors import StaleGenerationError
+from .errors import ConfigError, ManifestError, StaleGenerationError
 from .geometry import CacheGeometry
 
-__all__ = ["Identity", "integrity_faults", "manifest_of", "positions_of", "receipt_of", "state_of"]
+__all__ = ["Identity", "integrity_faults", "manifest_of", "positions_of", "prefix_digest", "receipt_of", "state_of"]
 
 _PHASES = {"never": "none", "every_step": "both", "when_full": "both", "end_of_prefill": "prefill"}
 _CADENCES = {
@@ -160,6 +161,34 @@ def receipt_of(runtime: Runtime, manifest: KVVisibilityPolicyManifest, identity:
         frontier=snapshot.frontier.columns,
         positions_source=_positions_source(runtime, snapshot),
         payload_bytes=sum(snapshot.counts) * owners * row_bytes,
+    )
+
+
+def prefix_digest(runtime: Runtime, manifest: KVVisibilityPolicyManifest, token_ids: Sequence[int]) -> str:
+    """Return the digest of an exact prefix: checkpoint, tensor layout and tokens (section 0x07K).
+
+    Raises:
+        ManifestError: the policy may omit rows.
+        ConfigError: the cache holds several batch rows, or another number of tokens.
+    """
+    if manifest.representation_contract.semantic_class != "full_cache_exact":
+        raise ManifestError(
+            f"The policy {manifest.selection_contract.policy!r} is {manifest.representation_contract.semantic_class}: "
+            "which rows it holds was decided by the queries it saw, so the same tokens do not make the same cache. "
+            "Reuse it only for the request it belongs to (fork or branch), or keep an exact prefix in a FullCache."
+        )
+    tokens = runtime.snapshot.frontier.tokens
+    if len(tokens) != 1 or tokens[0] != len(token_ids):
+        raise ConfigError(
+            f"A prefix digest describes one batch row by its tokens; the cache holds {len(tokens)} batch rows of "
+            f"{list(tokens)} tokens, and {len(token_ids)} token ids were given."
+        )
+    return sha256_of(
+        {
+            "checkpoint_generation": manifest.checkpoint_generation,
+            "logical_cache_abi_sha256": manifest.logical_cache_abi_sha256,
+            "token_ids": [int(token) for token in token_ids],
+        }
     )
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from .compat import cache_argument
 from .config import make_cache, policy_options
+from .errors import ConfigError
 from .registry import policy_class
 
-__all__ = ["TraceRow", "describe", "draw", "headline", "trace"]
+__all__ = ["TraceRow", "describe", "draw", "headline", "paper", "save_picture", "trace"]
 
 _KEPT, _DROPPED, _UNSEEN = "█", "·", " "
+_COLOURS = {"not fed yet": "#ffffff", "dropped": "#dde3e8", "kept": "#1f6f9f"}
+_PROMPT_COLOUR = "#d1495b"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +35,13 @@ def headline(policy: str) -> str:
     """Return the first line of a policy file's documentation."""
     document = inspect.getdoc(inspect.getmodule(policy_class(policy))) or ""
     return document.splitlines()[0] if document else ""
+
+
+def paper(policy: str) -> str:
+    """Return the identifier of the paper that a policy file cites first, such as 'arXiv 2404.14469', or ''."""
+    document = inspect.getdoc(inspect.getmodule(policy_class(policy))) or ""
+    cited = re.search(r"arXiv \d{4}\.\d{4,5}", document)
+    return cited[0] if cited else ""
 
 
 def describe(policy: str) -> str:
@@ -70,19 +82,94 @@ def trace(
     return rows
 
 
-def draw(policy: str, *, budget: int, prompt_tokens: int, decode_tokens: int, options: Mapping[str, Any]) -> str:
+def draw(heads: Sequence[Sequence[TraceRow]]) -> str:
     """Draw a trace as text: a line a step, a column a token position, one block per KV head."""
-    heads = trace(policy, budget=budget, prompt_tokens=prompt_tokens, decode_tokens=decode_tokens, options=options)
-    total = prompt_tokens + decode_tokens
-    same = all(head == heads[0] for head in heads)
+    total = heads[0][-1].tokens
     lines = []
-    for number, rows in enumerate(heads[:1] if same else heads):
-        lines.append(f"\n{'all KV heads' if same else f'KV head {number}'} of layer 0, random weights; {_KEPT} kept")
+    for title, rows in _blocks(heads):
+        lines.append(f"\n{title}; {_KEPT} kept")
         for row in rows:
             kept = set(row.positions)
             cells = (_KEPT if p in kept else _DROPPED if p < row.tokens else _UNSEEN for p in range(total))
             lines.append(f"{row.tokens:>5} tokens  {''.join(cells)}  {len(kept)} rows")
     return "\n".join(lines)
+
+
+def save_picture(heads: Sequence[Sequence[TraceRow]], path: Path, title: str) -> None:
+    """Draw a trace as a PNG: a line a step, a column a token position, one panel per KV head. Needs matplotlib.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    blocks, steps, total = _blocks(heads), len(heads[0]), heads[0][-1].tokens
+    width = min(14.0, max(7.0, 2.0 + total * 0.2))
+    height = min(9.0, max(1.6, 0.8 + steps * 0.2))
+    figure = Figure(figsize=(width, height * len(blocks) + 0.9), layout="constrained")
+    colours = ListedColormap(list(_COLOURS.values()))
+    for panel, (name, rows) in zip(figure.subplots(len(blocks), 1, squeeze=False)[:, 0], blocks, strict=True):
+        panel.pcolormesh(
+            _edges(total), _edges(steps), _cells(rows, total), cmap=colours, vmin=0, vmax=2,
+            edgecolor="white", linewidth=0.8 if total <= 100 and steps <= 100 else 0.0,
+        )  # fmt: skip
+        _label(panel, name, rows, total)
+    legend = [Patch(facecolor=colour, edgecolor="#adb5bd", label=label) for label, colour in _COLOURS.items()][1:]
+    figure.legend(handles=legend, loc="outside upper right", ncols=2, frameon=False, fontsize=9)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            FigureCanvasAgg(figure).print_png(file)
+    except OSError as error:
+        raise ConfigError(f"The picture {str(path)!r} cannot be written: {error}.") from error
+
+
+def _blocks(heads: Sequence[Sequence[TraceRow]]) -> list[tuple[str, Sequence[TraceRow]]]:
+    """One titled block where all heads agree, else one a head."""
+    suffix = "of layer 0, random weights"
+    if all(head == heads[0] for head in heads):
+        return [(f"all KV heads {suffix}", heads[0])]
+    return [(f"KV head {number} {suffix}", rows) for number, rows in enumerate(heads)]
+
+
+def _edges(count: int) -> list[float]:
+    """Cell edges such that each cell's middle is its number."""
+    return [i - 0.5 for i in range(count + 1)]
+
+
+def _cells(rows: Sequence[TraceRow], total: int) -> list[list[int]]:
+    """Colour numbers, [steps, positions]."""
+    cells = [[1] * row.tokens + [0] * (total - row.tokens) for row in rows]
+    for line, row in zip(cells, rows, strict=True):
+        for position in row.positions:
+            line[position] = 2
+    return cells
+
+
+def _label(panel: Any, name: str, rows: Sequence[TraceRow], total: int) -> None:
+    """Title, axes, the prompt's end, and how many rows each step leaves (every few steps where there are many)."""
+    prompt, every = rows[0].tokens, -(-len(rows) // 24)
+    ticks = range(0, len(rows), every)
+    panel.set_title(name, loc="left", fontsize=10)
+    panel.set(xlim=(-0.5, total - 0.5), ylim=(len(rows) - 0.5, -0.5), xlabel="token position", ylabel="tokens fed")
+    panel.set_yticks(list(ticks), [str(rows[i].tokens) for i in ticks], fontsize=8)
+    panel.tick_params(length=0)
+    panel.spines[:].set_visible(False)
+    for i in ticks:
+        panel.annotate(
+            f"{len(rows[i].positions)} rows", (1.0, i), xycoords=("axes fraction", "data"), xytext=(5, 0),
+            textcoords="offset points", va="center", fontsize=8, color="#495057",
+        )  # fmt: skip
+    if prompt < total:
+        panel.axvline(prompt - 0.5, color=_PROMPT_COLOUR, linewidth=1.4)
+        panel.annotate(
+            "end of prompt", (prompt - 0.5, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 3),
+            textcoords="offset points", ha="center", fontsize=8, color=_PROMPT_COLOUR,
+        )  # fmt: skip
 
 
 def _tiny_model() -> Any:

@@ -125,7 +125,7 @@ def run_cache(model: Any, tokenizer: Any, prompt: NeedlePrompt, policy: str, bud
 
 def result_table(outcomes: list[Outcome], prompt_length: int) -> Table:
     table = Table(title=f"One needle, {prompt_length} prompt tokens", title_justify="left")
-    table.add_column("policy")
+    table.add_column("policy", no_wrap=True)
     for heading in ("budget", "rows kept", "KV MiB", "prefill s", "decode ms/token", "answer NLL"):
         table.add_column(heading, justify="right")
     table.add_column("right")
@@ -168,13 +168,21 @@ def parse_arguments() -> argparse.Namespace:
 def run_all(model: Any, tokenizer: Any, prompt: NeedlePrompt, budgets: list[int], console: Console) -> list[Outcome]:
     cells: list[tuple[str, int | None]] = [(FULL, None), *((label, b) for b in budgets for label in CONTENDERS)]
     outcomes = []
-    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
+    # A bar needs a terminal; a log gets one line a run instead.
+    bar = Progress(
+        *Progress.get_default_columns(), TimeElapsedColumn(), console=console, disable=not console.is_terminal
+    )
+    with bar as progress:
         task = progress.add_task("warming up", total=len(cells))
         forward(model, prompt.input_ids[:64], new_cache(FULL, model, None))
-        for policy, budget in cells:
-            progress.update(task, description=policy if budget is None else f"{policy} {budget}")
+        for number, (policy, budget) in enumerate(cells, start=1):
+            name, begin = policy if budget is None else f"{policy} {budget}", time.perf_counter()
+            progress.update(task, description=name)
             outcomes.append(run_cache(model, tokenizer, prompt, policy, budget))
             progress.advance(task)
+            if not console.is_terminal:
+                seconds = time.perf_counter() - begin
+                console.print(f"{number}/{len(cells)} {name}: {seconds:.0f} s", highlight=False, markup=False)
     return outcomes
 
 
@@ -191,6 +199,7 @@ def main() -> int:
     # A table is worth reading only in one piece, whatever the width of a pipe or log.
     Console(width=max(notes.width, 130)).print(result_table(outcomes, len(prompt.input_ids)))
     print(f"the right answer is {prompt.value}; NLL is per token of it, lower is better")
+    print("Times are single runs and vary on a shared machine; scripts/bench measures them in interleaved rounds.")
     if not outcomes[0].right:
         print("The full cache misses the needle too, so this model cannot show a policy's loss. Try another.")
     for path in pictures(outcomes, prompt, arguments.out):

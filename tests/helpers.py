@@ -113,7 +113,9 @@ def _master(family: str, seed: int, layers: int) -> torch.nn.Module:
 
 def tiny(family: str = "llama", backend: str = "sdpa", *, seed: int = 0, layers: int = 2) -> Any:
     """Return a fresh, unattached tiny random model with sharp attention and no end-of-sequence token."""
-    model: Any = copy.deepcopy(_master(family, seed, layers))
+    # The first caller may be in inference mode, and the master outlives it: weights must stay ordinary tensors.
+    with torch.inference_mode(False), torch.enable_grad():
+        model: Any = copy.deepcopy(_master(family, seed, layers))
     model.set_attn_implementation(backend)
     return model
 

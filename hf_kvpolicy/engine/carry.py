@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..evidence import CarriedEvidence, QueryBlock
 from ..storage import RowMap, stored_tensors
-from .evidence_blocks import attend_with_logits, observe_queries, query_clock
+from .evidence_blocks import attend_with_logits, observe_queries, query_clock, workspace_bytes
 from .visibility import Visibility
 
 if TYPE_CHECKING:
@@ -89,6 +89,11 @@ class Carry:
         if old is not None:
             states[:, :, : old.shape[3]] = old[layer].to(states.device)
         return states
+
+    def workspace_bytes(self, query_BQTD: Tensor, states_BSNX: Tensor) -> int:
+        """Return the bytes alive at once while a layer's queries are observed, its states included."""
+        states_bytes = states_BSNX.numel() * states_BSNX.element_size()
+        return states_bytes + workspace_bytes(self.evidence, query_BQTD, states_BSNX.shape[2])
 
     def observe(
         self,

@@ -8,20 +8,19 @@ Letters: L layers (1 where all share one map), B batch rows, M map heads, S stor
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..contract import Phase, Transaction
+from ..contract import Transaction
 from ..frame import LayerStep
 from ..masks import MaskRecord
 from ..storage import RowMap
 from .decide import check_finite
 from .inputs import ForwardInputs
+from .one_token import OneTokenStep
 from .snapshot import Snapshot
-from .step import Step
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["EvictStep"]
 
 
-class EvictStep(Step):
+class EvictStep(OneTokenStep):
     """Scored retention of one new row per batch row."""
 
     def __init__(
@@ -40,8 +39,7 @@ class EvictStep(Step):
         transaction: Transaction,
         budget: tuple[int, ...],
     ) -> None:
-        super().__init__(runtime, snapshot, inputs, transaction)
-        self.budget_rows = budget
+        super().__init__(runtime, snapshot, inputs, transaction, budget)
         # A selection that dropped nothing leaves maps that heads share; from now on each owner may lose another row.
         layers = 1 if runtime.composition.unit == "token" else runtime.geometry.num_layers
         heads = runtime.geometry.num_kv_heads if runtime.composition.unit == "head" else 1
@@ -71,30 +69,17 @@ class EvictStep(Step):
         return rows.view(self.width_after)
 
     def attended(self, layer: int, query_BQTD: Tensor, step: LayerStep, record: MaskRecord, scaling: float) -> None:
-        assert self.carry is not None
+        assert self.carry is not None, "only carried evidence is decided this way"
         with torch.no_grad():
             states = self._states_LBSWX[layer]
             self.carry.observe(layer, states, query_BQTD, step.keys, self.view_map(layer), self.visibility(record))
-        if self.rows[layer] is not self.snapshot.rows[layer]:
-            self.note_transient(0)
-        self.transaction.enter_through(layer, Phase.PACK)
+        super().attended(layer, query_BQTD, step, record, scaling)
 
-    def successor(self) -> Snapshot:
-        counts = self.candidate_counts
-        over = [count > budget for count, budget in zip(counts, self.budget_rows, strict=True)]
-        frontier = self.inputs.frontier_after
-        return replace(
-            self.snapshot,
-            generations=self.transaction.successor,
-            frontier=frontier,
-            rows=tuple(self.rows[i] for i in range(self.runtime.geometry.num_layers)),
-            maps=self._maps(self._without_weakest(over)) if any(over) else self.candidate_maps,
-            scores_LBSWX=self._states_LBSWX,
-            counts=tuple(min(count, budget) for count, budget in zip(counts, self.budget_rows, strict=True)),
-            last_was_segment=False,
-            decision_epoch=self.snapshot.decision_epoch + 1,
-            evicted_at_column=frontier.columns if any(over) else self.snapshot.evicted_at_column,
-        )
+    def maps_after(self, over: list[bool]) -> tuple[RowMap, ...]:
+        return self._maps(self._without_weakest(over)) if any(over) else self.candidate_maps
+
+    def states_after(self) -> Tensor:
+        return self._states_LBSWX
 
     def _place(self) -> None:
         """Choose a dead slot per owner (one slot more where none is dead) and put the new row's numbers there."""
@@ -129,7 +114,9 @@ class EvictStep(Step):
         """Return the live flags after the weakest open row of every owner over its budget is dropped."""
         policy, tokens, live = self.runtime.composition, self._tokens_LBMW, self._live_LBMW
         device = tokens.device
-        scores = policy.evidence.scores(self._states_LBSWX, tokens)  # type: ignore[attr-defined]
+        assert self.carry is not None, "only carried evidence is decided this way"
+        evidence = self.carry.evidence
+        scores = evidence.scores(self._states_LBSWX, tokens)
         if policy.unit != "head":
             scores = scores.sum(dim=2, keepdim=True)
         if policy.unit == "token":
@@ -145,7 +132,7 @@ class EvictStep(Step):
         ranked = torch.where(open_rows, scores, torch.inf)
         weakest = ranked == ranked.amin(-1, keepdim=True)
         # The lower position stays among equals (or the higher one, where the method says so).
-        side = -tokens if policy.evidence.keeps_newest_on_ties else tokens  # type: ignore[attr-defined]
+        side = -tokens if evidence.keeps_newest_on_ties else tokens
         victim = torch.where(weakest & open_rows, side, torch.iinfo(tokens.dtype).min).argmax(-1, keepdim=True)
         if all(over):
             return live.scatter(3, victim, False)

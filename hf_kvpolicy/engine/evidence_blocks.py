@@ -19,10 +19,18 @@ from ..storage import RowMap
 if TYPE_CHECKING:
     from .visibility import Visibility
 
-__all__ = ["WORKSPACE_BYTES", "attend_with_logits", "block_queries", "observe_queries", "query_clock"]
+__all__ = [
+    "WORKSPACE_BYTES",
+    "attend_with_logits",
+    "block_queries",
+    "observe_queries",
+    "query_clock",
+    "workspace_bytes",
+]
 
-# Transient of scoring one layer: logits, weights and a temporary, fp32.
+# Transient of scoring one layer, and what one logit of it costs: logit, weight and a temporary, fp32.
 WORKSPACE_BYTES = 64 << 20
+_COPIES_BYTES = 12
 
 
 def attend_with_logits(
@@ -51,7 +59,14 @@ def grouped_logits(query_BQTD: Tensor, keys_BSND: Tensor, mask_BMTN: Tensor | No
 
 def block_queries(batch: int, query_heads: int, rows: int) -> int:
     """Return how many queries fit into the workspace at once."""
-    return max(1, WORKSPACE_BYTES // (12 * batch * query_heads * rows))
+    return max(1, WORKSPACE_BYTES // (_COPIES_BYTES * batch * query_heads * rows))
+
+
+def workspace_bytes(evidence: CarriedEvidence, query_BQTD: Tensor, rows: int) -> int:
+    """Return the bytes alive at once while a segment's queries are observed."""
+    batch, heads, tokens, _ = query_BQTD.shape
+    queries = min(tokens, evidence.last_queries or tokens, block_queries(batch, heads, rows))
+    return _COPIES_BYTES * batch * heads * rows * queries
 
 
 def query_clock(query_tokens_BT: Tensor, segment_tokens: tuple[int, ...], is_prompt: bool) -> Tensor:

@@ -7,19 +7,16 @@ same evidence is its oracle.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..contract import Phase, Transaction
-from ..frame import LayerStep
-from ..masks import MaskRecord
+from ..contract import Transaction
 from ..storage import DenseRows, RowMap
 from .inputs import ForwardInputs
+from .one_token import OneTokenStep
 from .snapshot import Snapshot
-from .step import Step
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -27,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["RingStep"]
 
 
-class RingStep(Step):
+class RingStep(OneTokenStep):
     """Position-only retention of one new row per batch row; one map serves all layers."""
 
     def __init__(
@@ -38,8 +35,7 @@ class RingStep(Step):
         transaction: Transaction,
         budget: tuple[int, ...],
     ) -> None:
-        super().__init__(runtime, snapshot, inputs, transaction)
-        self.budget_rows = budget
+        super().__init__(runtime, snapshot, inputs, transaction, budget)
         policy = self.runtime.composition
         self._pinned = policy.pinned_tokens if policy.positions == "cache_local" else ()
         self._limit = max(budget) + 1 + len(self._pinned)
@@ -70,26 +66,8 @@ class RingStep(Step):
         self.rows[layer] = rows
         return rows.view(self.width_after)
 
-    def attended(self, layer: int, query_BQTD: Tensor, step: LayerStep, record: MaskRecord, scaling: float) -> None:
-        if self.rows[layer] is not self.snapshot.rows[layer]:
-            self.note_transient(0)
-        self.transaction.enter_through(layer, Phase.PACK)
-
-    def successor(self) -> Snapshot:
-        counts = self.candidate_counts
-        over = [count > budget for count, budget in zip(counts, self.budget_rows, strict=True)]
-        frontier = self.inputs.frontier_after
-        return replace(
-            self.snapshot,
-            generations=self.transaction.successor,
-            frontier=frontier,
-            rows=tuple(self.rows[i] for i in range(self.runtime.geometry.num_layers)),
-            maps=(self._without_oldest(over) if any(over) else self._candidate,),
-            counts=tuple(min(count, budget) for count, budget in zip(counts, self.budget_rows, strict=True)),
-            last_was_segment=False,
-            decision_epoch=self.snapshot.decision_epoch + 1,
-            evicted_at_column=frontier.columns if any(over) else self.snapshot.evicted_at_column,
-        )
+    def maps_after(self, over: list[bool]) -> tuple[RowMap, ...]:
+        return (self._without_oldest(over) if any(over) else self._candidate,)
 
     def _pins_among_new(self) -> list[tuple[int, int]]:
         """Return (batch row, reserved slot) of new rows that are protected for ever."""

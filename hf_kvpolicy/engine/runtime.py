@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -260,6 +261,28 @@ class Runtime(Exclusive):
         self.parent = None
         self.statistics = RunStatistics()
         self.warned_segments = False
+
+    @contextmanager
+    def branch(self) -> Iterator[None]:
+        """Work on a copy; what was published before is published again when the block ends, however it ends.
+
+        Slots that are live now may be reused inside, so the copy is real.
+        """
+        with self._lock:
+            self.rollback()
+            kept, recording, recorded_any = self._visible, self._recording, self._recorded_any
+            with stored_tensors():
+                waiting = kept.waiting
+                if waiting is not None:
+                    waiting = replace(waiting, snapshot=_copied(waiting.snapshot))
+                self._visible = Visible(_copied(kept.snapshot), waiting)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.rollback()
+                self._recording, self._recorded_any = recording, recorded_any
+                self._republish(kept.snapshot, waiting=kept.waiting)
 
     @exclusive
     def fork(self, *, rotary: Callable[[], RotarySpec], element_bytes: Callable[[], int]) -> Runtime:

@@ -74,10 +74,11 @@ class SegmentStep(Step):
         if self.snapshot.width:
             new_keys, _ = self._new.pop(layer)
             keys = pristine_keys(self.snapshot.rows[layer], keys, self.snapshot.width, new_keys)
-        states = None
+        states, workspace_bytes = None, 0
         if self.carry is not None:
             states = self.carry.states(layer, keys)
             self.carry.observe(layer, states, query_BQTD, step.keys.detach(), view, self.visibility(record))
+            workspace_bytes = self.carry.workspace_bytes(query_BQTD, states)
         candidates = Candidates(keys_BSND=keys, values_BSND=step.values.detach(), map=view, states_BSNX=states)
         window = self._window
         queries = None if window is None else held(None, query_BQTD, window)
@@ -94,7 +95,7 @@ class SegmentStep(Step):
         layer_bytes = sum(t.numel() * t.element_size() for t in (candidates.keys_BSND, candidates.values_BSND))
         if self.decider.held_bytes:
             layer_bytes = self.decider.held_bytes
-        self.note_transient(layer_bytes + self.decider.workspace_bytes)
+        self.note_transient(layer_bytes + max(workspace_bytes, self.decider.workspace_bytes))
 
     def successor(self) -> Snapshot:
         rows, maps = self.decider.finish(self.runtime.geometry.num_layers)

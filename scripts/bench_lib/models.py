@@ -12,9 +12,7 @@ from transformers import DynamicCache
 import hf_kvpolicy as kv
 from hf_kvpolicy.compat import cache_argument
 
-POLICIES = ("streaming_llm", "sliding_window", "snapkv", "random")
-# These decide by position alone and cost nothing at the end of a prefill; the others score rows.
-STATIC_POLICIES = frozenset({"streaming_llm", "sliding_window"})
+POLICIES = ("streaming_llm", "sliding_window", "snapkv", "random", "h2o", "scissorhands", "keyformer")
 
 
 def stock_twin(model: Any) -> Any:

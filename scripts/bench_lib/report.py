@@ -26,13 +26,16 @@ class Measure:
     name: str
     value: float
     bound: Bound
-    target: float
+    # None for a value that is only printed.
+    target: float | None
     details: dict[str, Any] = field(default_factory=dict)
 
     @property
     def met(self) -> bool:
         """Whether the value keeps its target, unrounded."""
         value, target = self.value, self.target
+        if target is None:
+            return True
         return {"<=": value <= target, "<": value < target, ">=": value >= target, "==": value == target}[self.bound]
 
 
@@ -71,12 +74,12 @@ def result_table(measures: list[Measure]) -> Table:
     table.add_column("from")
     for position, m in enumerate(measures):
         last = position + 1 == len(measures) or measures[position + 1].group != m.group
-        met = "[green]yes[/]" if m.met else "[red]no[/]"
+        met = "" if m.target is None else "[green]yes[/]" if m.met else "[red]no[/]"
         table.add_row(
             m.group,
             m.name,
             f"{m.value:.3f}",
-            f"{m.bound} {m.target:g}",
+            "-" if m.target is None else f"{m.bound} {m.target:g}",
             met,
             _detail_text(m.details),
             end_section=last,
@@ -96,4 +99,5 @@ def print_report(facts: dict[str, Any], measures: list[Measure]) -> None:
     wide.print(", ".join(f"{k} {v}" for k, v in facts.items() if v), highlight=False)
     wide.print(result_table(measures))
     missed = [m for m in measures if not m.met]
-    wide.print(f"{len(measures) - len(missed)} of {len(measures)} targets met", highlight=False)
+    targets = [m for m in measures if m.target is not None]
+    wide.print(f"{len(targets) - len(missed)} of {len(targets)} targets met", highlight=False)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -17,10 +18,13 @@ def resolve_model(name: str | None) -> str:
         return name
     from hf_kvpolicy.eval.fetch_smollm2 import fetch
 
+    transformers_logging.disable_progress_bar()
     return str(fetch())
 
 
 def load_model(name: str, device: str, dtype: str) -> Any:
+    # Its bars for every weight would bury the script's own lines.
+    transformers_logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[dtype])
     return model.to(device).eval()
 

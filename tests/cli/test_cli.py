@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import hf_kvpolicy as kv
 from hf_kvpolicy.cli import app
-from hf_kvpolicy.trace import trace
+from hf_kvpolicy.trace import draw, paper, save_picture, trace
 
 RUN = CliRunner()
 
@@ -20,6 +21,12 @@ def test_list_names_every_policy_and_family() -> None:
     assert result.exit_code == 0
     for name in (*kv.available_policies(), *kv.supported_model_types()):
         assert name in result.output
+    assert "arXiv 2404.14469" in result.output
+
+
+def test_papers_are_read_from_the_policy_files() -> None:
+    assert paper("snapkv") == "arXiv 2404.14469"
+    assert paper("full") == ""
 
 
 @pytest.mark.parametrize("name", kv.available_policies())
@@ -35,12 +42,73 @@ def test_show_draws_what_the_policy_keeps() -> None:
     assert "████·······██" in result.output
     heads = trace("sliding_window", budget=4, prompt_tokens=9, decode_tokens=2, options={})
     assert [row.positions for row in heads[0]] == [(5, 6, 7, 8), (6, 7, 8, 9), (7, 8, 9, 10)]
+    assert "·····████    4 rows" in draw(heads)
+
+
+@pytest.mark.parametrize(
+    ("policy", "sizes"), [("snapkv", (24, 8)), ("sliding_window", (1, 0)), ("h2o", (130, 40)), ("full", (3, 1))]
+)
+def test_show_draws_a_picture_of_what_it_prints(policy: str, sizes: tuple[int, int], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the eval extra is not installed")
+    path = tmp_path / "new" / "kept.png"
+    prompt, steps = sizes
+    result = RUN.invoke(app, ["show", policy, "--prompt", str(prompt), "--steps", str(steps), "--png", str(path)])
+    assert result.exit_code == 0, result.output
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert f"written: {path}" in result.output
+    assert f"{prompt + steps} tokens" in result.output
+
+
+def test_the_picture_colours_exactly_the_kept_positions(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the eval extra is not installed")
+    import matplotlib.image
+
+    heads = trace("sliding_window", budget=3, prompt_tokens=6, decode_tokens=0, options={})
+    save_picture(heads, tmp_path / "kept.png", "title")
+    pixels = matplotlib.image.imread(tmp_path / "kept.png")[..., :3]
+    blue = (abs(pixels - [0x1F / 255, 0x6F / 255, 0x9F / 255]) < 0.01).all(-1)
+    panel = blue[round(blue.shape[0] * 0.35) :].any(0).nonzero()[0]
+    assert panel.min() > 0.45 * blue.shape[1], "the older half of the positions was dropped"
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the eval extra is not installed")
+    (tmp_path / "file").write_text("")
+    result = RUN.invoke(app, ["show", "full", "--png", str(tmp_path / "file" / "kept.png")])
+    assert result.exit_code == 2
+    assert "cannot be written" in result.output
+
+
+def test_a_picture_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = RUN.invoke(app, ["show", "snapkv", "--png", str(tmp_path / "kept.png")])
+    assert result.exit_code == 2
+    assert "pip install '.[eval]'" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("model", ["no/such/folder", "nobody/no-such-model"])
+def test_a_model_that_cannot_be_loaded_is_one_line(model: str) -> None:
+    result = RUN.invoke(app, ["generate", "--prompt", "a", "--model", model])
+    assert result.exit_code == 2
+    (line,) = [line for line in result.output.splitlines() if line.startswith("error:")]
+    for words in (model, "--model", "scripts/fetch_model"):
+        assert words in line
+    assert "Traceback" not in result.output
+
+
+def test_load_policy_of_a_bare_name_says_what_to_call() -> None:
+    with pytest.raises(kv.ConfigError, match=r"make_cache\('snapkv', model, .*\{'policy': 'snapkv'"):
+        kv.load_policy("snapkv")
+    with pytest.raises(kv.ConfigError, match="cannot be read"):
+        kv.load_policy("snapkv.yaml")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["show", "snapvk"], "Did you mean 'snapkv'"),
+        (["show", "nope"], "`kvpolicy list` says"),
+        (["generate", "--prompt", "a", "--policy", "nope"], "`kvpolicy list` says"),
         (["show", "snapkv", "--set", "windwo=3"], "Did you mean 'window'"),
         (["show", "snapkv", "--set", "window"], "key=value"),
         (["show", "snapkv", "--set", "window=50"], "budget"),

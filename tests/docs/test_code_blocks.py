@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import linecache
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,8 +17,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 import hf_kvpolicy as kv
+from hf_kvpolicy.cli import app as cli_app
+from hf_kvpolicy.eval.cli import app as eval_app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -80,6 +84,17 @@ def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     kv.detach(model)
 
 
+@pytest.mark.allow_deprecated  # by transformers itself, where its assisted decoding calls generate
+def test_the_block_on_assisted_decoding_runs() -> None:
+    text = (ROOT / "docs" / "using.md").read_text(encoding="utf-8")
+    (code,) = [match["code"] for match in FENCE.finditer(text) if "assistant_model" in match["code"]]
+    model, tokenizer = tiny_model(), byte_tokenizer()
+    inputs = tokenizer(["A question about the text above, long enough to be cut. " * 8], return_tensors="pt")
+    found = {"model": model, "small_model": tiny_model(), "inputs": inputs, "kv": kv}
+    exec(code, found)
+    assert found["out"].shape[1] > inputs["input_ids"].shape[1]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_to_files_exist(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
@@ -92,6 +107,26 @@ def test_scripts_named_in_the_readme_exist() -> None:
     named = set(re.findall(r"scripts/[a-z_]+", (ROOT / "README.md").read_text(encoding="utf-8")))
     assert named
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_commands_in_the_docs_exist_with_their_options() -> None:
+    lines = [line for page in PAGES for line in re.findall(r"^kvpolicy .*", page.read_text(encoding="utf-8"), re.M)]
+    assert lines
+    for line in lines:
+        words = shlex.split(line, comments=True)[1:]
+        application, verb = (cli_app, words[0]) if words[0] != "eval" else (eval_app, words[1])
+        shown = CliRunner().invoke(application, [verb, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
+        assert shown.exit_code == 0, line
+        for option in (word for word in words if word.startswith("--")):
+            assert re.search(rf"{option}\b", shown.output), f"{line}: no {option}"
+
+
+def test_test_folders_are_those_of_the_contributing_table() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^\| `tests/(\w+)/` \|", text, re.MULTILINE))
+    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    assert folders <= named, "each test folder has its row"
+    assert named - folders <= {"policies"}, "only scripts/new_policy makes this one"
 
 
 def test_blocks_are_found_with_their_lines() -> None:

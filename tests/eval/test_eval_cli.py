@@ -108,6 +108,31 @@ def test_reporting_on_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     assert "run.json" in text
 
 
+def test_a_missing_folder_is_named_before_a_missing_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "evaluate", None)
+    code, text = invoke("report", tmp_path / "absent")
+    assert code == 2
+    assert "There is no folder" in text
+
+
+def test_a_shipped_sweep_is_named_without_its_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, text = invoke("run", "needle_ci", "--dry-run")
+    assert code == 0, text
+    assert "7 cells" in text
+    code, text = invoke("run", "needl_ci", "--dry-run")
+    assert code == 2
+    assert "Did you mean 'needle_ci'" in " ".join(text.split())
+    (tmp_path / "needle_ci").write_text(yaml.safe_dump(SWEEP))
+    assert "9 cells" in invoke("run", "needle_ci", "--dry-run")[1], "a file of that name wins"
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line(sweep: Path) -> None:
+    code, text = invoke("run", sweep, "--model", "nobody/no-such-model")
+    assert code == 2
+    assert "error: The model 'nobody/no-such-model' cannot be loaded" in " ".join(text.split())
+
+
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in sys.modules if name.startswith("hf_kvpolicy.eval.")]:
         if name.rpartition(".")[2] in {"report", "summary", "answer_nll", "needle_match", "terminal", "plots"}:
@@ -115,4 +140,4 @@ def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setitem(sys.modules, "evaluate", None)
     code, text = invoke("report", tmp_path)
     assert code == 2
-    assert "pip install hf-kvpolicy[eval]" in " ".join(text.split())
+    assert "pip install 'hf-kvpolicy[eval]'" in " ".join(text.split())

@@ -81,5 +81,5 @@ def test_a_tokenizer_that_ends_turns_differently_is_refused() -> None:
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "evaluate", None)
-    with pytest.raises(ConfigError, match=r"The metric needs .*pip install hf-kvpolicy\[eval\]"):
+    with pytest.raises(ConfigError, match=r"The metric needs .*pip install 'hf-kvpolicy\[eval\]"):
         require("evaluate", "The metric")

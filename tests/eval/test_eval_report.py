@@ -15,7 +15,7 @@ from eval_fakes import made_row
 from hf_kvpolicy.errors import ConfigError, IntegrityError
 from hf_kvpolicy.eval.outcomes import Outcome
 from hf_kvpolicy.eval.records import Row, RunDirectory
-from hf_kvpolicy.eval.report import write_report
+from hf_kvpolicy.eval.report import COLUMNS, table_cells, write_report
 from hf_kvpolicy.eval.summary import summarise
 from hf_kvpolicy.eval.terminal import print_tables
 
@@ -49,9 +49,9 @@ def folder_with(rows: list[Row], path: Path) -> RunDirectory:
 
 
 def test_outcomes_compare_with_the_full_cache_example_by_example() -> None:
-    good = [made_row("snapkv", index, budget=128) for index in range(8)]
-    bad = [made_row("snapkv", index, budget=64, output="wrong") for index in range(8)]
-    summaries = summarise([*full(), *good, *bad])
+    good = [made_row("snapkv", index, budget=128) for index in range(10)]
+    bad = [made_row("snapkv", index, budget=64, output="wrong") for index in range(10)]
+    summaries = summarise([*full(10), *good, *bad])
     assert [s.outcome for s in summaries] == [
         Outcome.QUALITY_VALID,
         Outcome.QUALITY_VALID,
@@ -59,6 +59,15 @@ def test_outcomes_compare_with_the_full_cache_example_by_example() -> None:
     ]
     assert [s.measured.score.mean for s in summaries if s.measured] == [1.0, 1.0, 0.0]
     assert all(s.is_smoke for s in summaries)
+
+
+def test_a_few_examples_can_show_a_loss_but_not_that_there_is_none() -> None:
+    good = [made_row("snapkv", index, budget=128) for index in range(9)]
+    bad = [made_row("snapkv", index, budget=64, output="wrong") for index in range(9)]
+    summaries = summarise([*full(9), *good, *bad])
+    assert [s.outcome for s in summaries] == [Outcome.UNMEASURED, Outcome.UNMEASURED, Outcome.QUALITY_DEGRADED]
+    assert [s.is_withheld for s in summaries] == [True, True, False]
+    assert table_cells(summaries[1])[-1] == "no verdict (n < 10)"
 
 
 def test_fifty_examples_are_no_smoke() -> None:
@@ -130,7 +139,34 @@ def test_report_has_tables_failures_and_a_picture(tmp_path: Path, capsys: pytest
     assert "64.0 (64-64) | 0.128 | 0.062 | 13.1% |" in text
     assert "random @ 64: failed: x. why" in text
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert "slack (slots without a row)" in text
     assert "needle_single_noise, 512 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [80, 100, 200])
+def test_tables_fit_the_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    print_tables(summarise([*full(), *[made_row("snapkv", index, budget=64) for index in range(8)]]))
+    printed = capsys.readouterr().out
+    assert max(len(line) for line in printed.splitlines()) <= columns
+    assert ("cost" in printed.splitlines()[0] + printed) is (columns < 150)
+    for column in COLUMNS:
+        assert column in " ".join(printed.split()) or columns < 150
+    assert "slack" in printed
+
+
+def test_the_plot_shows_the_full_cache_as_a_point() -> None:
+    from matplotlib.figure import Figure
+
+    from hf_kvpolicy.eval.plots import _draw
+
+    panel = Figure().subplots()
+    _draw(panel, summarise([*full(), *[made_row("snapkv", i, budget=64) for i in range(8)]]), lambda m: m.score)
+    drawn = {container.get_label().partition(" ")[0]: container for container in panel.containers}
+    assert set(drawn) == {"full", "snapkv"}
+    assert drawn["full"][0].get_marker() == "s"
 
 
 def test_a_task_out_of_reach_is_marked_in_the_report(tmp_path: Path) -> None:

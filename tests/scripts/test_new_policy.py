@@ -42,13 +42,21 @@ def test_scaffolded_policy_passes_its_own_test_and_the_rules_for_policies(tree: 
     # As installed: the mapped folders lie inside the package.
     for folder in MAPPED:
         shutil.copytree(ROOT / folder, tree / "hf_kvpolicy" / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "tests" / "conftest.py", tree / "tests")
-    paths = ["tests/policies/test_every_other.py", "tests/arch/test_policies.py"]
+    for file in ("conftest.py", "helpers.py"):
+        shutil.copy(ROOT / "tests" / file, tree / "tests")
+    shutil.copytree(
+        ROOT / "tests/persistence", tree / "tests/persistence", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    paths = [
+        "tests/policies/test_every_other.py",
+        "tests/arch/test_policies.py",
+        "tests/persistence/test_round_trip.py",
+    ]
     finished = run(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "every_other", *paths)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     passed = re.search(r"(\d+) passed", finished.stdout)
     assert passed is not None, finished.stdout
-    assert int(passed[1]) > 10, "its own ten, and the rules"
+    assert int(passed[1]) > 30, "its own twelve, the rules, and saves of every unit"
 
 
 def test_scaffold_is_listed_everywhere(tree: Path) -> None:
