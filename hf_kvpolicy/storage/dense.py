@@ -5,8 +5,6 @@ Letters: B batch rows, S stored heads, C capacity in slots, T new rows, D head d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +15,25 @@ __all__ = ["DenseRows", "growth_slots", "stored_tensors"]
 _MIN_SLACK, _MAX_SLACK = 16, 256
 
 
-@contextmanager
-def stored_tensors() -> Iterator[None]:
-    """Make tensors that outlive a forward: outside inference mode, so that grad modes may mix, and without a graph."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+class stored_tensors:
+    """Make tensors that outlive a forward: outside inference mode, so that grad modes may mix, and without a graph.
+
+    A plain class and no generator: one that an interrupt left suspended would switch grad modes when it is collected.
+    """
+
+    __slots__ = ("_grad", "_inference")
+
+    def __enter__(self) -> None:
+        self._inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+        if self._inference is not None:
+            self._inference.__enter__()
+        self._grad = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_grad_enabled(self._grad)
+        if self._inference is not None:
+            self._inference.__exit__(None, None, None)
 
 
 def growth_slots(needed: int) -> int:

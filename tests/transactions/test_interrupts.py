@@ -37,12 +37,14 @@ class LineInterrupt:
         return self.trace
 
     def run(self, act: Any) -> None:
-        before = sys.gettrace()
+        before, grad = sys.gettrace(), torch.is_grad_enabled()
         sys.settrace(self)
         try:
             act()
         finally:
             sys.settrace(before)
+            # A trace function may raise where no signal can: after a block's last line, before its __exit__ runs.
+            torch.set_grad_enabled(grad)
 
 
 @pytest.mark.parametrize("scenario", [s for s in SCENARIOS if s.name in NAMES], ids=pair_id)
