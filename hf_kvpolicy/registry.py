@@ -7,7 +7,7 @@ import registers it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -135,12 +135,6 @@ def model_patch(config: Any) -> ModelPatch:
     patch = _PATCHES[model_type]
     patch.check(config)
     return patch
-
-
-def registered_patches() -> Mapping[str, ModelPatch]:
-    """Return all patches by model type."""
-    supported_model_types()
-    return dict(_PATCHES)
 
 
 def _load(group: str) -> None:
