@@ -2,6 +2,7 @@
 
 from .dense import DenseRows, growth_slots, stored_tensors
 from .gather import gather_rows, pack_rows
+from .ragged_view import RaggedView
 from .rowmap import RowMap
 
-__all__ = ["DenseRows", "RowMap", "gather_rows", "growth_slots", "pack_rows", "stored_tensors"]
+__all__ = ["DenseRows", "RaggedView", "RowMap", "gather_rows", "growth_slots", "pack_rows", "stored_tensors"]
