@@ -210,7 +210,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         """Return how many rows each owner of a layer holds, int64 [B, H_kv] (H_q columns for owner='query_head')."""
         self._check_index(layer, 0)
         snapshot = self._runtime.snapshot
-        return torch.tensor(snapshot.counts)[:, None].repeat(1, self._stored_heads)
+        return torch.tensor(snapshot.counts)[:, None].repeat(1, self.composition.stored_heads(self._geometry))
 
     def stored_view(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
         """Return (keys, values) of a layer's published slots, [B, S, W, D], dead slots included; None before any."""
@@ -327,11 +327,6 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def _rows_held(self) -> int:
         waiting = self._runtime.waiting
         return (self._runtime.snapshot if waiting is None else waiting.snapshot).batch_size
-
-    @property
-    def _stored_heads(self) -> int:
-        by_query = self.composition.owner == "query_head"
-        return self._geometry.num_query_heads if by_query else self._geometry.num_kv_heads
 
     def _bind(self, decoder: torch.nn.Module) -> None:
         self._decoder = weakref.ref(decoder)

@@ -82,7 +82,7 @@ class Ledger:
 def account(runtime: Runtime) -> Ledger:
     """Return the ledger of everything the cache reaches now."""
     snapshot = runtime.snapshot
-    owners = _owners(runtime)
+    owners = runtime.geometry.num_layers * runtime.composition.stored_heads(runtime.geometry)
     row_bytes = snapshot.rows[0].row_bytes if snapshot.rows else 0
     slots = sum(snapshot.batch_size * rows.capacity for rows in snapshot.rows) * (owners // max(1, len(snapshot.rows)))
     live = sum(snapshot.counts) * owners if snapshot.rows else 0
@@ -104,12 +104,6 @@ def account(runtime: Runtime) -> Ledger:
         payload_rows=live,
         tail_rows=sum(snapshot.tail_counts) * owners if snapshot.rows else 0,
     )
-
-
-def _owners(runtime: Runtime) -> int:
-    geometry = runtime.geometry
-    by_query = runtime.composition.owner == "query_head"
-    return geometry.num_layers * (geometry.num_query_heads if by_query else geometry.num_kv_heads)
 
 
 def _maps(snapshot: Snapshot) -> list[RowMap]:

@@ -110,12 +110,9 @@ def _recent_rows(policy: Composition) -> int:
 
 def positions_of(runtime: Runtime, layer: int, batch: int) -> list[Tensor]:
     """Return ascending token positions per KV head of one layer and batch row."""
-    heads = runtime.geometry.num_kv_heads
-    snapshot = runtime.snapshot
+    snapshot, heads = runtime.snapshot, runtime.composition.stored_heads(runtime.geometry)
     if not snapshot.rows or batch >= snapshot.batch_size:
         return [torch.empty(0, dtype=torch.int64) for _ in range(heads)]
-    if runtime.composition.owner == "query_head":
-        heads = runtime.geometry.num_query_heads
     table = snapshot.full_map(layer)
     owners = [
         table.tokens_BMW[batch, head][table.live_BMW[batch, head]].sort().values.long()
@@ -151,7 +148,7 @@ def state_of(runtime: Runtime, manifest: KVVisibilityPolicyManifest, identity: I
 def receipt_of(runtime: Runtime, manifest: KVVisibilityPolicyManifest, identity: Identity) -> PackedKVViewReceipt:
     """Return the receipt of the last publication."""
     snapshot = runtime.snapshot
-    owners = runtime.geometry.num_layers * _stored_heads(runtime)
+    owners = runtime.geometry.num_layers * runtime.composition.stored_heads(runtime.geometry)
     row_bytes = snapshot.rows[0].row_bytes if snapshot.rows else 0
     return PackedKVViewReceipt(
         request_id=identity.request_id,
@@ -218,11 +215,6 @@ def _positions_source(runtime: Runtime, snapshot: Snapshot) -> LazyPositions:
 def _parent_state(runtime: Runtime) -> int | None:
     parent, current = runtime.parent, runtime.snapshot.generations
     return parent.state if parent is not None and parent.state < current.state else None
-
-
-def _stored_heads(runtime: Runtime) -> int:
-    geometry = runtime.geometry
-    return geometry.num_query_heads if runtime.composition.owner == "query_head" else geometry.num_kv_heads
 
 
 def integrity_faults(runtime: Runtime) -> list[str]:

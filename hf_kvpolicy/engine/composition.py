@@ -9,6 +9,7 @@ from typing import Any, Literal
 from ..allocation import Budget
 from ..errors import BudgetError, ConfigError, ManifestError, did_you_mean
 from ..evidence import GROUPS, CarriedEvidence, Evidence
+from ..geometry import CacheGeometry
 from ..representation import ORIGINAL_ROWS, RowRepresentation
 from ..selection import UNITS
 
@@ -115,6 +116,10 @@ class Composition:
     def bounds_every_step(self) -> bool:
         """Whether no publication may leave more rows than the budget."""
         return self.schedule in ("every_step", "when_full")
+
+    def stored_heads(self, geometry: CacheGeometry) -> int:
+        """Return the heads of one layer that own rows: KV heads, or query heads for owner='query_head'."""
+        return geometry.num_query_heads if self.owner == "query_head" else geometry.num_kv_heads
 
     def window_for(self, budget_rows: int) -> int:
         """Return how many of the newest rows a selection protects under a budget."""

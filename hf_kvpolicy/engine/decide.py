@@ -130,7 +130,6 @@ class Decider:
 
     def _score(self, layer: int, candidates: Candidates, seen: Observed) -> Tensor:
         policy = self._composition
-        heads = self._geometry.num_query_heads if policy.owner == "query_head" else self._geometry.num_kv_heads
         observation = LayerObservation(
             layer=layer,
             queries_BQWD=seen.queries_BQWD,
@@ -141,7 +140,7 @@ class Decider:
             scaling=seen.scaling,
             state_BSNX=candidates.states_BSNX,
         )
-        votes = policy.evidence.votes(observation, group=policy.group, score_heads=heads)
+        votes = policy.evidence.votes(observation, group=policy.group, score_heads=policy.stored_heads(self._geometry))
         self.workspace_bytes = max(self.workspace_bytes, _vote_workspace(observation, self._geometry) + _bytes(votes))
         return reduce_heads(votes, policy.unit) if policy.evidence.differs_by_layer else votes
 
@@ -223,12 +222,11 @@ class Decider:
             enter(layer, phase)
         device = candidates.keys_BSND.device
         index = kept.index_BMK.to(device)
-        stored = self._geometry.num_query_heads if policy.owner == "query_head" else self._geometry.num_kv_heads
         self.rows[layer] = pack_rows(
             candidates.keys_BSND,
             candidates.values_BSND,
             index,
-            stored_heads=stored,
+            stored_heads=policy.stored_heads(self._geometry),
             capacity=self._capacity(index.shape[2]),
             pinned=len(self._pinned),
         )

@@ -332,11 +332,10 @@ class Runtime(Exclusive):
             return self.snapshot.budget_rows
         policy, geometry = self.composition, self.geometry
         assert policy.budget is not None, "a policy that selects has a budget"
-        heads = geometry.num_query_heads if policy.owner == "query_head" else geometry.num_kv_heads
         return tuple(
             policy.budget.resolve_rows(
                 prompt_tokens=frontier.tokens,
-                owners_per_row=geometry.num_layers * heads,
+                owners_per_row=geometry.num_layers * policy.stored_heads(geometry),
                 row_bytes=geometry.row_bytes(self._element_bytes() if policy.budget.kind == "bytes" else 1),
                 minimum_rows=policy.minimum_rows,
             )
@@ -375,13 +374,13 @@ class Runtime(Exclusive):
         # The one assignment that makes all layers' successors visible.
         self._visible = Visible(successor, waiting)
         self.parent = parent
-        heads = self.geometry.num_query_heads if self.composition.owner == "query_head" else self.geometry.num_kv_heads
+        owners = self.geometry.num_layers * self.composition.stored_heads(self.geometry)
         old = self.statistics
         self.statistics = replace(
             old,
             publications=old.publications + 1,
             selections=old.selections + (dropped > 0),
-            rows_dropped=old.rows_dropped + dropped * heads * self.geometry.num_layers,
+            rows_dropped=old.rows_dropped + dropped * owners,
         )
         transaction.release()
         transaction.export()

@@ -44,7 +44,7 @@ class Step(ABC):
         self.width_after = snapshot.width + inputs.length
         self._expected = (inputs.batch, geometry.num_kv_heads, inputs.length, geometry.key_dim)
         self._dtype = snapshot.rows[0].keys_BSCD.dtype if snapshot.rows else None
-        self._repeats = geometry.group_size if policy.owner == "query_head" else 1
+        self._repeats = policy.stored_heads(geometry) // geometry.num_kv_heads
         pinned = len(policy.pinned_tokens) if policy.positions == "cache_local" else 0
         self._pinned_rows = pinned if snapshot.evicted_at_column else 0
         self._moved: Sequence[Tensor] | None = None
