@@ -27,14 +27,17 @@ from .errors import (
 from .ledger import Ledger
 from .persistence import load_cache
 from .policies import (
+    AdaKVCache,
     FullCache,
     H2OCache,
     KeyformerCache,
+    PyramidKVCache,
     RandomCache,
     ScissorhandsCache,
     SlidingWindowCache,
     SnapKVCache,
     StreamingLLMCache,
+    ZigZagKVCache,
 )
 from .registry import (
     available_policies,
@@ -46,6 +49,7 @@ from .registry import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaKVCache",
     "BackendAdmissionError",
     "BudgetError",
     "CapacityError",
@@ -60,6 +64,7 @@ __all__ = [
     "ManifestError",
     "PolicyCache",
     "PolicySpec",
+    "PyramidKVCache",
     "RandomCache",
     "RunStatistics",
     "ScissorhandsCache",
@@ -69,6 +74,7 @@ __all__ = [
     "StaleGenerationError",
     "StreamingLLMCache",
     "UnsupportedModelError",
+    "ZigZagKVCache",
     "attach",
     "attached_backend",
     "available_policies",

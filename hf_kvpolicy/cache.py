@@ -7,7 +7,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,6 +43,9 @@ class PolicyCache(Cache):  # type: ignore[misc]
     Stored rows carry no gradient: run under `torch.no_grad()` or `torch.inference_mode()`, or expect gradients of the
     current forward's own tokens only.
     """
+
+    # Selection units a policy can have; the others are refused.
+    units: ClassVar[tuple[str, ...]] = ("head", "layer", "token")
 
     def __init__(self, model_or_config: PreTrainedModel | PreTrainedConfig, composition: Composition) -> None:
         """Make an empty cache; given a model, attach it too.
@@ -209,16 +212,18 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def stored_rows(self, layer: int) -> Tensor:
         """Return how many rows each owner of a layer holds, int64 [B, H_kv] (H_q columns for owner='query_head')."""
         self._check_index(layer, 0)
-        snapshot = self._runtime.snapshot
-        return torch.tensor(snapshot.counts)[:, None].repeat(1, self.composition.stored_heads(self._geometry))
+        return torch.tensor(self._runtime.snapshot.owner_rows(layer, self.composition.stored_heads(self._geometry)))
 
     def stored_view(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return (keys, values) of a layer's published slots, [B, S, W, D], dead slots included; None before any."""
+        """Return (keys, values) of a layer's published slots, dead ones included; None before any.
+
+        Dense storage gives [B, S, W, D], ragged storage the flat slots [N, D].
+        """
         snapshot = self._runtime.snapshot
-        if not snapshot.rows:
-            return None, None
-        rows = snapshot.rows[layer]
-        return rows.keys_BSCD[:, :, : snapshot.width], rows.values_BSCD[:, :, : snapshot.width]
+        if snapshot.ragged:
+            flat = snapshot.ragged[layer].rows
+            return flat.keys_ND, flat.values_ND
+        return snapshot.rows[layer].view(snapshot.width) if snapshot.rows else (None, None)
 
     @property
     def manifest(self) -> KVVisibilityPolicyManifest:
@@ -317,9 +322,10 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         """Name the policy, the budget and what is held."""
-        held = self._runtime.snapshot.counts
+        heads = self.composition.stored_heads(self._geometry)
+        held = self._runtime.snapshot.total_rows(self.num_layers, heads)
         budget = "none" if self.composition.budget is None else self.composition.budget.declared
-        return f"{type(self).__name__}(budget={budget}, columns={self._runtime.columns}, rows_per_owner={held})"
+        return f"{type(self).__name__}(budget={budget}, columns={self._runtime.columns}, rows={held})"
 
     # -- internals ----------------------------------------------------------------------------------------------------
 
@@ -353,10 +359,10 @@ class PolicyCache(Cache):  # type: ignore[misc]
         return self._rotary
 
     def _dtype(self) -> torch.dtype:
-        rows = self._runtime.snapshot.rows
+        stored = self._runtime.snapshot.dtype
         decoder = None if self._decoder is None else self._decoder()
-        if rows:
-            return rows[0].keys_BSCD.dtype
+        if stored is not None:
+            return stored
         if decoder is None:
             raise ConfigError(
                 "The manifest names the dtype of rows, which a cache made from a config learns at its first use."

@@ -1,9 +1,9 @@
 """What a cache holds, byte for byte: declared by formula, measured from tensor storages (sections 0x02A-0x02F).
 
 Terms: payload = live rows; slack = slots that hold no live row; positions = columns and token positions of slots;
-validity = live flags and the mask of columns fed; scores = states that rows carry and queries held for a later
-selection; protected = pristine keys of re-rotated rows. Transient peak is the most that was alive at once during a
-forward.
+offsets = where ragged owners begin and how long they are; validity = live flags and the mask of columns fed; scores =
+states that rows carry and queries held for a later selection; protected = pristine keys of re-rotated rows. Transient
+peak is the most that was alive at once during a forward.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class Ledger:
     payload_bytes: int
     slack_bytes: int
     positions_bytes: int
+    # Where owners of unequal length begin and end (ragged storage).
+    offsets_bytes: int
     validity_bytes: int
     scores_bytes: int
     protected_bytes: int
@@ -46,6 +48,7 @@ class Ledger:
             self.payload_bytes
             + self.slack_bytes
             + self.positions_bytes
+            + self.offsets_bytes
             + self.validity_bytes
             + self.scores_bytes
             + self.protected_bytes
@@ -82,10 +85,11 @@ class Ledger:
 def account(runtime: Runtime) -> Ledger:
     """Return the ledger of everything the cache reaches now."""
     snapshot = runtime.snapshot
-    owners = runtime.geometry.num_layers * runtime.composition.stored_heads(runtime.geometry)
-    row_bytes = snapshot.rows[0].row_bytes if snapshot.rows else 0
-    slots = sum(snapshot.batch_size * rows.capacity for rows in snapshot.rows) * (owners // max(1, len(snapshot.rows)))
-    live = sum(snapshot.counts) * owners if snapshot.rows else 0
+    layers, heads = runtime.geometry.num_layers, runtime.composition.stored_heads(runtime.geometry)
+    row_bytes = snapshot.buffers[0].row_bytes if snapshot.buffers else 0
+    slots = sum(snapshot.batch_size * heads * rows.capacity for rows in snapshot.rows)
+    slots += sum(layer.rows.slots for layer in snapshot.ragged)
+    live = snapshot.total_rows(layers, heads) if snapshot.buffers else 0
     seen: dict[int, int] = {}
     measured = _measure(_tensors(snapshot), seen)
     waiting = 0 if runtime.waiting is None else _measure(_tensors(runtime.waiting.snapshot), seen)
@@ -93,7 +97,8 @@ def account(runtime: Runtime) -> Ledger:
     return Ledger(
         payload_bytes=live * row_bytes,
         slack_bytes=(slots - live) * row_bytes,
-        positions_bytes=sum(_positions_bytes(part) for part in _maps(snapshot)),
+        positions_bytes=sum(_positions_bytes(part) for part in _maps(snapshot)) + _ragged_positions_bytes(snapshot),
+        offsets_bytes=sum(_declared((layer.map.lengths_O, layer.rows.starts_O)) for layer in snapshot.ragged),
         validity_bytes=sum(part.live_BMW.numel() for part in _maps(snapshot)) + _seen_bytes(snapshot),
         scores_bytes=_scores_bytes(snapshot),
         protected_bytes=_pinned_bytes(snapshot),
@@ -102,7 +107,7 @@ def account(runtime: Runtime) -> Ledger:
         transient_peak_bytes=max(runtime.statistics.transient_peak_bytes, measured + waiting),
         full_payload_bytes=full_rows * row_bytes,
         payload_rows=live,
-        tail_rows=sum(snapshot.tail_counts) * owners if snapshot.rows else 0,
+        tail_rows=sum(snapshot.tail_counts) * layers * heads if snapshot.buffers else 0,
     )
 
 
@@ -112,7 +117,8 @@ def _maps(snapshot: Snapshot) -> list[RowMap]:
 
 def _tensors(snapshot: Snapshot) -> list[Tensor]:
     """Return every tensor a snapshot reaches."""
-    tensors = [tensor for rows in snapshot.rows for tensor in rows.tensors()]
+    tensors = [tensor for rows in snapshot.buffers for tensor in rows.tensors()]
+    tensors += [tensor for layer in snapshot.ragged for tensor in layer.map.tensors()]
     for part in _maps(snapshot):
         tensors += [part.columns_BMW, part.tokens_BMW, part.live_BMW]
     if snapshot.frontier.seen_BF is not None:
@@ -137,6 +143,10 @@ def _measure(tensors: list[Tensor], seen: dict[int, int]) -> int:
 
 def _positions_bytes(part: RowMap) -> int:
     return _declared((part.columns_BMW, part.tokens_BMW))
+
+
+def _ragged_positions_bytes(snapshot: Snapshot) -> int:
+    return sum(_declared((layer.map.columns_N, layer.map.tokens_N)) for layer in snapshot.ragged)
 
 
 def _seen_bytes(snapshot: Snapshot) -> int:

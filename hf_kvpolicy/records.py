@@ -111,14 +111,25 @@ def _recent_rows(policy: Composition) -> int:
 def positions_of(runtime: Runtime, layer: int, batch: int) -> list[Tensor]:
     """Return ascending token positions per KV head of one layer and batch row."""
     snapshot, heads = runtime.snapshot, runtime.composition.stored_heads(runtime.geometry)
-    if not snapshot.rows or batch >= snapshot.batch_size:
+    if not snapshot.buffers or batch >= snapshot.batch_size:
         return [torch.empty(0, dtype=torch.int64) for _ in range(heads)]
+    if snapshot.ragged:
+        return _ragged_positions(snapshot, layer, batch, heads)
     table = snapshot.full_map(layer)
     owners = [
         table.tokens_BMW[batch, head][table.live_BMW[batch, head]].sort().values.long()
         for head in range(table.map_heads)
     ]
     return owners if len(owners) == heads else [owners[0].clone() for _ in range(heads)]
+
+
+def _ragged_positions(snapshot: Snapshot, layer: int, batch: int, heads: int) -> list[Tensor]:
+    owners, tail = snapshot.ragged[layer].map.owners(), snapshot.tail
+    parts = [table.tokens_BMW[0, 0].long() for table in owners[batch * heads : (batch + 1) * heads]]
+    if tail is None:
+        return parts
+    appended = tail.tokens_BMW[batch, 0][tail.live_BMW[batch, 0]].long()
+    return [torch.cat([part, appended]) for part in parts]
 
 
 def state_of(runtime: Runtime, manifest: KVVisibilityPolicyManifest, identity: Identity) -> KVPolicyState:
@@ -148,8 +159,8 @@ def state_of(runtime: Runtime, manifest: KVVisibilityPolicyManifest, identity: I
 def receipt_of(runtime: Runtime, manifest: KVVisibilityPolicyManifest, identity: Identity) -> PackedKVViewReceipt:
     """Return the receipt of the last publication."""
     snapshot = runtime.snapshot
-    owners = runtime.geometry.num_layers * runtime.composition.stored_heads(runtime.geometry)
-    row_bytes = snapshot.rows[0].row_bytes if snapshot.rows else 0
+    heads = runtime.composition.stored_heads(runtime.geometry)
+    row_bytes = snapshot.buffers[0].row_bytes if snapshot.buffers else 0
     return PackedKVViewReceipt(
         request_id=identity.request_id,
         parent=runtime.parent or snapshot.generations,
@@ -157,7 +168,7 @@ def receipt_of(runtime: Runtime, manifest: KVVisibilityPolicyManifest, identity:
         policy_manifest_sha256=manifest.sha256,
         frontier=snapshot.frontier.columns,
         positions_source=_positions_source(runtime, snapshot),
-        payload_bytes=sum(snapshot.counts) * owners * row_bytes,
+        payload_bytes=snapshot.total_rows(runtime.geometry.num_layers, heads) * row_bytes,
     )
 
 
@@ -220,39 +231,60 @@ def _parent_state(runtime: Runtime) -> int | None:
 def integrity_faults(runtime: Runtime) -> list[str]:
     """Return every contradiction found between maps, counts, frontier, budget and protection."""
     snapshot, policy = runtime.snapshot, runtime.composition
-    faults: list[str] = []
-    for layer in range(len(snapshot.rows)):
-        table, rows = snapshot.full_map(layer), snapshot.rows[layer]
-        if snapshot.scores_LBSWX is not None and snapshot.scores_LBSWX.shape[3] != snapshot.width:
-            faults.append(f"states of {snapshot.scores_LBSWX.shape[3]} slots are carried for {snapshot.width} in use")
-        if rows.capacity < snapshot.width:
-            faults.append(f"layer {layer} has {rows.capacity} slots for {snapshot.width} in use")
-        live_counts = table.live_BMW.sum(-1)
-        for batch, count in enumerate(snapshot.counts):
-            if not bool((live_counts[batch] == count).all()):
-                faults.append(
-                    f"layer {layer}, batch row {batch} holds {live_counts[batch].tolist()} rows, {count} counted"
-                )
-        faults += _table_faults(layer, table.tokens_BMW, table.live_BMW, snapshot, policy)
+    heads = policy.stored_heads(runtime.geometry)
+    faults = _ragged_faults(snapshot, policy, heads) if snapshot.ragged else _dense_faults(snapshot)
+    for layer in range(len(snapshot.buffers)):
+        for batch, owner_rows in enumerate(snapshot.owner_rows(layer, heads)):
+            for head, tokens in enumerate(positions_of(runtime, layer, batch)):
+                where = f"layer {layer}, batch row {batch}, head {head}"
+                if len(tokens) != owner_rows[head]:
+                    faults.append(f"{where} holds {len(tokens)} rows, {owner_rows[head]} counted")
+                faults += _owner_faults(where, tokens.tolist(), batch, snapshot, policy)
     return faults
 
 
-def _table_faults(
-    layer: int, tokens_BMW: Tensor, live_BMW: Tensor, snapshot: Snapshot, policy: Composition
-) -> list[str]:
+def _dense_faults(snapshot: Snapshot) -> list[str]:
     faults = []
-    for batch, frontier in enumerate(snapshot.frontier.tokens):
-        budget = None if snapshot.budget_rows is None else snapshot.budget_rows[batch]
-        for head in range(live_BMW.shape[1]):
-            tokens = tokens_BMW[batch, head][live_BMW[batch, head]].tolist()
-            where = f"layer {layer}, batch row {batch}, head {head}"
-            if len(set(tokens)) != len(tokens):
-                faults.append(f"{where} holds a token twice")
-            if any(not 0 <= token < frontier for token in tokens):
-                faults.append(f"{where} holds a token outside 0..{frontier - 1}")
-            missing = {token for token in policy.pinned_tokens if token < frontier} - set(tokens)
-            if missing:
-                faults.append(f"{where} lost the protected tokens {sorted(missing)}")
-            if budget is not None and policy.bounds_every_step and len(tokens) > budget:
-                faults.append(f"{where} holds {len(tokens)} rows over a budget of {budget}")
+    if snapshot.scores_LBSWX is not None and snapshot.scores_LBSWX.shape[3] != snapshot.width:
+        faults.append(f"states of {snapshot.scores_LBSWX.shape[3]} slots are carried for {snapshot.width} in use")
+    for layer, rows in enumerate(snapshot.rows):
+        if rows.capacity < snapshot.width:
+            faults.append(f"layer {layer} has {rows.capacity} slots for {snapshot.width} in use")
+    return faults
+
+
+def _ragged_faults(snapshot: Snapshot, policy: Composition, heads: int) -> list[str]:
+    faults = []
+    for layer, stored in enumerate(snapshot.ragged):
+        rows, table = stored.rows, stored.map
+        for owner, (length, slots) in enumerate(zip(table.lengths, rows.capacities, strict=True)):
+            if length + snapshot.tail_width > slots:
+                faults.append(
+                    f"layer {layer}, owner {owner} has {slots} slots for {length + snapshot.tail_width} in use"
+                )
+        if table.lengths_O.tolist() != list(table.lengths) or rows.starts_O.tolist() != list(rows.starts):
+            faults.append(f"layer {layer} has lengths or starts that differ between host and device")
+    if snapshot.budget_rows is None or not policy.allocation.conserves:
+        return faults
+    for batch, budget in enumerate(snapshot.budget_rows):
+        owners = [sum(layer.map.lengths[batch * heads : (batch + 1) * heads]) for layer in snapshot.ragged]
+        allowed = budget * heads * len(snapshot.ragged)
+        if sum(owners) > allowed:
+            faults.append(f"batch row {batch} holds {sum(owners)} selected rows over a total budget of {allowed}")
+    return faults
+
+
+def _owner_faults(where: str, tokens: list[int], batch: int, snapshot: Snapshot, policy: Composition) -> list[str]:
+    frontier = snapshot.frontier.tokens[batch]
+    budget = None if snapshot.budget_rows is None else snapshot.budget_rows[batch]
+    faults = []
+    if len(set(tokens)) != len(tokens):
+        faults.append(f"{where} holds a token twice")
+    if any(not 0 <= token < frontier for token in tokens):
+        faults.append(f"{where} holds a token outside 0..{frontier - 1}")
+    missing = {token for token in policy.pinned_tokens if token < frontier} - set(tokens)
+    if missing:
+        faults.append(f"{where} lost the protected tokens {sorted(missing)}")
+    if budget is not None and policy.bounds_every_step and len(tokens) > budget:
+        faults.append(f"{where} holds {len(tokens)} rows over a budget of {budget}")
     return faults

@@ -32,6 +32,9 @@ _SMALL: dict[str, dict[str, Any]] = {
     "streaming_llm": {"budget": 7, "sinks": 2},
     "h2o": {"budget": 8},
     "keyformer": {"budget": 8, "recent_ratio": 0.5},
+    "pyramidkv": {"budget": 8, "window": 3, "kernel_size": 3, "beta": 4},
+    "zigzagkv": {"budget": 8, "window": 3, "kernel_size": 3},
+    "adakv": {"budget": 8, "window": 3, "kernel_size": 3, "alpha": 0.8},
     "scissorhands": {"budget": 8, "recent": 2, "history": 12},
 }
 
@@ -60,7 +63,7 @@ def policy_units() -> list[tuple[str, dict[str, Any]]]:
     found = []
     for name in policies(lossy=True):
         options = policy_options(name)
-        for unit in UNITS if "unit" in options else (None,):
+        for unit in policy_class(name).units if "unit" in options else (None,):
             found.append((name, small_options(name) | ({} if unit is None else {"unit": unit})))
         if "owner" in options:
             found.append((name, small_options(name) | {"owner": "query_head"}))

@@ -1,5 +1,18 @@
 """Allocation: how many rows each owner may keep."""
 
+from .base import UNIFORM, Allocation, Demand, UniformAllocation
 from .budget import Budget, parse_budget
+from .schedules import AdaptiveAllocation, HeadTableAllocation, PyramidAllocation, ZigZagAllocation
 
-__all__ = ["Budget", "parse_budget"]
+__all__ = [
+    "UNIFORM",
+    "AdaptiveAllocation",
+    "Allocation",
+    "Budget",
+    "Demand",
+    "HeadTableAllocation",
+    "PyramidAllocation",
+    "UniformAllocation",
+    "ZigZagAllocation",
+    "parse_budget",
+]

@@ -6,7 +6,7 @@ Used by decode after a prompt selection, by the full cache, by held chunks and w
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ class AppendStep(Step):
             if self._segment is None:
                 start = self.snapshot.frontier.columns
                 self._segment = OpenSegment(start_column=start, rule=record.rule_only(), scaling=scaling)
-        if not self.snapshot.width or self.rows[layer] is not self.snapshot.rows[layer]:
+        if self.is_new_buffer(layer):
             self.note_transient(0)
         self.transaction.enter_through(layer, Phase.PACK)
 
@@ -101,16 +101,26 @@ class AppendStep(Step):
             old,
             generations=self.transaction.successor,
             frontier=self.inputs.frontier_after,
-            rows=tuple(self.rows[i] for i in range(layers)),
-            maps=old.maps or (RowMap.empty(self.inputs.batch, self.inputs.device),),
+            **self.placed(),
             tail=tail,
-            counts=self.candidate_counts,
             tail_counts=tuple(a + b for a, b in zip(tail_before, self.inputs.new_tokens, strict=True)),
             scores_LBSWX=states,
             segment_tokens=self.inputs.frontier_after.tokens if ends_prompt else old.segment_tokens,
             open_segment=segment,
             last_was_segment=self.inputs.length > 1,
         )
+
+    def placed(self) -> dict[str, Any]:
+        """Return where rows lie now, as the fields of a snapshot."""
+        return {
+            "rows": tuple(self.rows[i] for i in range(self.runtime.geometry.num_layers)),
+            "maps": self.snapshot.maps or (RowMap.empty(self.inputs.batch, self.inputs.device),),
+            "counts": self.candidate_counts,
+        }
+
+    def is_new_buffer(self, layer: int) -> bool:
+        """Whether a layer's buffers were made by this forward."""
+        return not self.snapshot.rows or self.rows[layer] is not self.snapshot.rows[layer]
 
     def _buffers(self, layer: int, keys: Tensor, values: Tensor) -> DenseRows:
         used, length = self.snapshot.width, self.inputs.length

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..allocation import Budget
+from ..allocation import UNIFORM, Allocation, Budget
 from ..errors import BudgetError, ConfigError, ManifestError, did_you_mean
 from ..evidence import GROUPS, CarriedEvidence, Evidence
 from ..geometry import CacheGeometry
@@ -26,6 +26,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "chunked_prefill": (None, "hold", "bounded"),
     "fallback": (None, "full"),
     "variant": ("paper", "reference"),
+    "storage": ("dense", "ragged"),
 }
 
 
@@ -55,6 +56,9 @@ class Composition:
     fallback: str | None = None
     variant: str = "paper"
     representation: RowRepresentation = ORIGINAL_ROWS
+    # How a budget is distributed over layers and heads; anything but uniform needs ragged storage.
+    allocation: Allocation = UNIFORM
+    storage: str = "dense"
     # The constructor's options as given, for the manifest and YAML.
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -79,12 +83,32 @@ class Composition:
                 f"{self.policy}: owner='query_head' gives every query head rows of its own, but unit={self.unit!r} "
                 "shares one set. Use unit='head', or owner='kv_head'."
             )
+        self._check_storage()
         if self.budget is not None and self.budget.kind == "rows":
             self.check_rows(int(self.budget.value))
         if self.budget is not None and self.budget.kind == "ratio" and self.chunked_prefill == "bounded":
             raise BudgetError(
                 f"{self.policy}: a ratio budget needs the whole prompt, but chunked_prefill='bounded' must hold it "
                 "before the prompt has ended. Give rows or bytes, or chunked_prefill='hold'."
+            )
+
+    def _check_storage(self) -> None:
+        if self.allocation is not UNIFORM and self.storage != "ragged":
+            raise ManifestError(f"{self.policy}: owners of unequal length are stored ragged, not {self.storage}.")
+        if self.storage == "ragged" and (self.positions != "original" or self.is_positional or self.carries_scores):
+            raise ManifestError(
+                f"{self.policy}: ragged storage holds rows at their original positions, chosen by scores that no row "
+                "carries. Use dense storage for position-only policies, cache-local positions and carried scores."
+            )
+        if self.unit == "token" and self.storage == "ragged" and self.allocation is not UNIFORM:
+            raise ManifestError(
+                f"{self.policy}: unit='token' keeps one set of rows for the whole cache, but the budget differs by "
+                "layer. Use unit='layer' or unit='head'."
+            )
+        if self.unit == "layer" and self.allocation.differs_by_head:
+            raise ManifestError(
+                f"{self.policy}: unit='layer' shares one set of rows among the heads of a layer, but budgets differ "
+                "by head. Use unit='head'."
             )
 
     @property

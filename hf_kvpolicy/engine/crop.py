@@ -21,12 +21,13 @@ def cropped(snapshot: Snapshot, removed: int) -> Snapshot:
     if not frontier.columns:
         return Snapshot(generations=snapshot.generations, frontier=Frontier(), budget_rows=None)
     lost = [a - b for a, b in zip(snapshot.frontier.tokens, frontier.tokens, strict=True)]
-    tail, maps = snapshot.tail, snapshot.maps
+    tail, maps, ragged = snapshot.tail, snapshot.maps, snapshot.ragged
     from_tail = 0 if tail is None else min(removed, tail.width)
     if tail is not None and from_tail:
         tail = tail.first(tail.width - from_tail)
     if removed > from_tail:
         maps = tuple(part.before_column(frontier.columns) for part in maps)
+        ragged = tuple(replace(layer, map=layer.map.before_column(frontier.columns)) for layer in ragged)
     scores = snapshot.scores_LBSWX
     if scores is not None and from_tail:
         scores = scores[:, :, :, : scores.shape[3] - from_tail].clone()
@@ -35,9 +36,12 @@ def cropped(snapshot: Snapshot, removed: int) -> Snapshot:
         snapshot,
         frontier=frontier,
         maps=maps,
+        ragged=ragged,
         tail=tail,
         scores_LBSWX=scores,
-        counts=tuple(count - gone for count, gone in zip(snapshot.counts, lost, strict=True)),
+        counts=tuple(count - gone for count, gone in zip(snapshot.counts, lost, strict=True))
+        if snapshot.counts
+        else (),
         tail_counts=tuple(max(0, n - gone) for n, gone in zip(snapshot.tail_counts, lost, strict=True)),
         open_segment=None if segment is None else segment.cropped(frontier.columns),
     )

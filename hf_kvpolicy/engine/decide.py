@@ -5,7 +5,7 @@ Letters: B batch rows, M map heads, S stored heads, N candidate rows, K kept row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from ..geometry import CacheGeometry
 from ..selection import Kept, keep_best, kept_index, reduce_heads
 from ..storage import DenseRows, RowMap, gather_rows, growth_slots, pack_rows
 from .composition import Composition
+from .visibility import SeenRows
 
 __all__ = ["Candidates", "Decider", "Observed", "check_finite"]
 
@@ -39,7 +40,7 @@ class Observed:
 
     queries_BQWD: Tensor | None
     real_BW: Tensor | None
-    visibility: Callable[[], Tensor | None]
+    visibility: SeenRows | None
     scaling: float
 
 

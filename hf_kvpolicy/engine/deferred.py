@@ -13,10 +13,10 @@ from ..evidence import CarriedEvidence
 from ..storage import RowMap
 from .decide import Candidates, Decider, Observed
 from .evidence_blocks import observe_queries, query_clock
-from .queries import QueryWindow
+from .queries import QueryWindow, windowed
 from .snapshot import OpenSegment, Snapshot
 from .view import published_keys
-from .visibility import Visibility
+from .visibility import SeenRows, Visibility
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -31,8 +31,8 @@ def decide_appended(
     budget_rows: tuple[int, ...],
     *,
     ends_prompt: bool,
-) -> tuple[Snapshot, Decider]:
-    """Return the successor of a snapshot whose rows now compete, and the selection that made it.
+) -> Snapshot:
+    """Return the successor of a snapshot whose rows now compete.
 
     Reads the snapshot's buffers, writes fresh ones; the snapshot itself stays readable.
     """
@@ -60,7 +60,7 @@ def decide_appended(
         decider.observe(layer, candidates, _observe(snapshot, segment, window, layer, candidates, dense))
     new_rows, maps = decider.finish(layers)
     evicted = snapshot.frontier.columns if decider.drops_rows else snapshot.evicted_at_column
-    successor = replace(
+    return replace(
         snapshot,
         generations=transaction.successor,
         rows=new_rows,
@@ -75,7 +75,6 @@ def decide_appended(
         decision_epoch=snapshot.decision_epoch + 1,
         evicted_at_column=evicted,
     )
-    return successor, decider
 
 
 def absorb_held(runtime: Runtime, snapshot: Snapshot) -> Snapshot:
@@ -149,19 +148,14 @@ def _observe(
     dense: bool,
 ) -> Observed:
     if segment is None or window is None:
-        return Observed(queries_BQWD=None, real_BW=None, visibility=lambda: None, scaling=1.0)
-    queries = segment.queries_BQWD[layer]
-    if window.index_BW is None:
-        queries = queries[:, :, queries.shape[2] - window.width :]
-    else:
-        batch, heads, _, dim = queries.shape
-        queries = queries.gather(2, window.index_BW[:, None, :, None].expand(batch, heads, -1, dim))
+        return Observed(queries_BQWD=None, real_BW=None, visibility=None, scaling=1.0)
+    queries = windowed(segment.queries_BQWD[layer], window)
     visibility = Visibility(
         record=segment.rule, columns_after=snapshot.frontier.columns, dense=dense, changed_mask_BF=None
     )
     return Observed(
         queries_BQWD=queries,
         real_BW=window.real_BW,
-        visibility=lambda: visibility.for_queries(candidates.map, window.columns_BW),
+        visibility=SeenRows(visibility=visibility, view=candidates.map, columns_BW=window.columns_BW),
         scaling=segment.scaling,
     )

@@ -9,6 +9,7 @@ from .append import AppendStep
 from .composition import Composition
 from .evict import EvictStep
 from .inputs import ForwardInputs
+from .ragged import RaggedAppendStep, RaggedSegmentStep
 from .ring import RingStep
 from .segment import SegmentStep
 from .snapshot import Snapshot
@@ -29,6 +30,9 @@ def plan_step(runtime: Runtime, inputs: ForwardInputs) -> Step:
     if runtime.recording or policy.schedule == "never" or _appends(runtime, inputs):
         return _append_step(runtime, inputs)
     budget = runtime.budget_rows(inputs.frontier_after, inputs.batch)
+    if policy.storage == "ragged":
+        _warn_consecutive(runtime, inputs)
+        return RaggedSegmentStep(runtime, snapshot, inputs, runtime.open_transaction(state=True), budget)
     tail = snapshot.tail is not None and snapshot.tail.width > 0
     if inputs.length == 1 and snapshot.width and not tail and policy.schedule == "every_step":
         kind = EvictStep if policy.carries_scores else RingStep
@@ -52,7 +56,8 @@ def _appends(runtime: Runtime, inputs: ForwardInputs) -> bool:
 
 def _append_step(runtime: Runtime, inputs: ForwardInputs) -> AppendStep:
     policy = runtime.composition
-    step = AppendStep(runtime, runtime.snapshot, inputs, runtime.open_transaction(state=False))
+    kind = RaggedAppendStep if policy.storage == "ragged" else AppendStep
+    step = kind(runtime, runtime.snapshot, inputs, runtime.open_transaction(state=False))
     held = policy.chunked_prefill == "hold" and not policy.is_positional
     if policy.carries_scores:
         if runtime.recording:

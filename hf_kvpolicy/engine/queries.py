@@ -14,7 +14,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .inputs import ForwardInputs
 
-__all__ = ["QueryWindow", "held", "hold_window"]
+__all__ = ["QueryWindow", "held", "hold_window", "windowed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,6 +79,14 @@ def held(before_BQWD: Tensor | None, new_BQTD: Tensor, window: QueryWindow) -> T
     batch, heads, _, dim = every.shape
     index = window.index_BW[:, None, :, None].expand(batch, heads, -1, dim)
     return every.gather(2, index)
+
+
+def windowed(held_BQWD: Tensor, window: QueryWindow) -> Tensor:
+    """Return the queries that a window taken by `last` names among the held ones."""
+    if window.index_BW is None:
+        return held_BQWD[:, :, held_BQWD.shape[2] - window.width :]
+    batch, heads, _, dim = held_BQWD.shape
+    return held_BQWD.gather(2, window.index_BW[:, None, :, None].expand(batch, heads, -1, dim))
 
 
 def _choose(columns_BN: Tensor, real_BN: Tensor | None, keep: int) -> QueryWindow:

@@ -21,6 +21,7 @@ from .exclusive import SUPERSEDED, Exclusive, exclusive
 from .inputs import read_inputs
 from .plan import MAX_ROLLBACK_TOKENS, plan_step, selects_segments
 from .published import RunStatistics, Visible, Waiting
+from .ragged import decide_appended_ragged
 from .snapshot import Frontier, Snapshot
 from .step import Step
 
@@ -118,7 +119,7 @@ class Runtime(Exclusive):
             step.transaction.abort("the tokens wait for acceptance")
             self._visible = replace(self._visible, waiting=Waiting(successor, step.inputs.length, first))
         else:
-            self._swap(step.transaction, successor, dropped=_dropped(step.candidate_counts, successor.counts))
+            self._swap(step.transaction, successor, dropped=step.candidate_rows - self._rows_of(successor))
         self.step = None
         self.note_ended()
 
@@ -246,7 +247,7 @@ class Runtime(Exclusive):
             waiting = self.waiting
             if waiting is not None:
                 waiting = replace(waiting, snapshot=waiting.snapshot.batch(index))
-            if self.snapshot.rows:
+            if self.snapshot.buffers:
                 self._republish(self.snapshot.batch(index), waiting=waiting)
             else:
                 self._visible = Visible(self.snapshot, waiting)
@@ -322,7 +323,7 @@ class Runtime(Exclusive):
 
     def published_bytes(self) -> int:
         """Return the bytes of published K/V buffers (slack included)."""
-        return sum(t.numel() * t.element_size() for rows in self.snapshot.rows for t in rows.tensors())
+        return sum(t.numel() * t.element_size() for rows in self.snapshot.buffers for t in rows.tensors())
 
     # -- planning -----------------------------------------------------------------------------------------------------
 
@@ -352,12 +353,16 @@ class Runtime(Exclusive):
         transaction = self.open_transaction(state=True)
         budget = self.budget_rows(appended.frontier, appended.batch_size)
         try:
-            successor, decider = decide_appended(self, appended, transaction, budget, ends_prompt=ends_prompt)
-            self._swap(transaction, successor, dropped=_dropped(appended.counts, decider.kept_counts))
+            decide = decide_appended_ragged if appended.ragged else decide_appended
+            successor = decide(self, appended, transaction, budget, ends_prompt=ends_prompt)
+            self._swap(transaction, successor, dropped=self._rows_of(appended) - self._rows_of(successor))
         except BaseException:
             if transaction.is_open:
                 transaction.abort("the selection did not finish")
             raise
+
+    def _rows_of(self, snapshot: Snapshot) -> int:
+        return snapshot.total_rows(self.geometry.num_layers, self.composition.stored_heads(self.geometry))
 
     def _republish(self, successor: Snapshot, *, waiting: Waiting | None = None) -> None:
         """Publish a snapshot that keeps every row of its parent (or takes accepted ones in)."""
@@ -374,21 +379,20 @@ class Runtime(Exclusive):
         # The one assignment that makes all layers' successors visible.
         self._visible = Visible(successor, waiting)
         self.parent = parent
-        owners = self.geometry.num_layers * self.composition.stored_heads(self.geometry)
         old = self.statistics
         self.statistics = replace(
             old,
             publications=old.publications + 1,
             selections=old.selections + (dropped > 0),
-            rows_dropped=old.rows_dropped + dropped * owners,
+            rows_dropped=old.rows_dropped + dropped,
         )
         transaction.release()
         transaction.export()
 
 
-def _dropped(candidates: tuple[int, ...], kept: tuple[int, ...]) -> int:
-    return sum(candidates) - sum(kept)
-
-
 def _copied(snapshot: Snapshot) -> Snapshot:
-    return replace(snapshot, rows=tuple(rows.copied() for rows in snapshot.rows))
+    return replace(
+        snapshot,
+        rows=tuple(rows.copied() for rows in snapshot.rows),
+        ragged=tuple(replace(layer, rows=layer.rows.copied()) for layer in snapshot.ragged),
+    )

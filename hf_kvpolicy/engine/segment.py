@@ -18,6 +18,7 @@ from .queries import held, hold_window
 from .snapshot import Snapshot
 from .step import Step
 from .view import pristine_keys
+from .visibility import SeenRows
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -87,7 +88,7 @@ class SegmentStep(Step):
         observed = Observed(
             queries_BQWD=queries,
             real_BW=None if window is None else window.real_BW,
-            visibility=lambda: visibility.for_queries(view, columns),
+            visibility=SeenRows(visibility=visibility, view=view, columns_BW=columns),
             scaling=scaling,
         )
         self.decider.observe(layer, candidates, observed)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..contract import Generations
 from ..masks import MaskRecord
-from ..storage import DenseRows, RowMap
+from ..storage import DenseRows, RaggedLayer, RaggedMap, RaggedRows, RowMap
 from .queries import QueryWindow
 
 __all__ = ["Frontier", "OpenSegment", "Snapshot"]
@@ -85,7 +85,8 @@ class OpenSegment:
 class Snapshot:
     """Everything a reader may see.
 
-    Slots of a layer's buffers: first the slots of its map, then the slots of the tail.
+    Slots of a layer's buffers: first the slots of its map, then the slots of the tail. A cache is dense (`rows`,
+    `maps`) or ragged (`ragged`); the tail is the same for both, since appended rows are the same for every owner.
     """
 
     generations: Generations
@@ -93,9 +94,11 @@ class Snapshot:
     rows: tuple[DenseRows, ...] = ()
     # One map for all layers, or one per layer.
     maps: tuple[RowMap, ...] = ()
+    # Ragged storage instead: per layer its buffers and the rows each owner held when the tail began.
+    ragged: tuple[RaggedLayer, ...] = ()
     # Rows appended since the last selection, the same for every layer and head.
     tail: RowMap | None = None
-    # Live rows of each owner, per batch row (equal for all owners of a batch row).
+    # Dense storage: live rows of each owner, per batch row (equal for all owners of a batch row).
     counts: tuple[int, ...] = ()
     # Rows among them that were appended after the last selection.
     tail_counts: tuple[int, ...] = ()
@@ -116,10 +119,47 @@ class Snapshot:
         return len(self.frontier.tokens)
 
     @property
+    def buffers(self) -> tuple[DenseRows | RaggedRows, ...]:
+        """The K/V buffers of all layers; none before the first publication."""
+        return self.rows or tuple(layer.rows for layer in self.ragged)
+
+    @property
+    def layout(self) -> tuple[RowMap, ...] | tuple[RaggedMap, ...]:
+        """The maps of all layers' first slots."""
+        return self.maps or tuple(layer.map for layer in self.ragged)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Dtype of stored keys; None before the first publication."""
+        return self.rows[0].keys_BSCD.dtype if self.rows else self.ragged[0].rows.keys_ND.dtype if self.ragged else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where maps and frontier lie."""
+        return self.maps[0].live_BMW.device if self.maps else self.ragged[0].map.tokens_N.device
+
+    @property
+    def tail_width(self) -> int:
+        """Slots of the tail."""
+        return self.tail.width if self.tail is not None else 0
+
+    def owner_rows(self, layer: int, heads: int) -> list[list[int]]:
+        """Return the live rows of one layer's owners, [B][S]."""
+        if not self.ragged:
+            return [[count] * heads for count in self.counts]
+        lengths, tails = self.ragged[layer].map.lengths, self.tail_counts
+        return [[rows + tail for rows in lengths[b * heads : (b + 1) * heads]] for b, tail in enumerate(tails)]
+
+    def total_rows(self, layers: int, heads: int) -> int:
+        """Return the live rows of all owners."""
+        if not self.ragged:
+            return sum(self.counts) * layers * heads
+        return sum(sum(layer.map.lengths) for layer in self.ragged) + sum(self.tail_counts) * layers * heads
+
+    @property
     def width(self) -> int:
-        """Slots in use per owner: map plus tail (the same for every layer)."""
-        mapped = self.maps[0].width if self.maps else 0
-        return mapped + (self.tail.width if self.tail is not None else 0)
+        """Dense storage: slots in use per owner, map plus tail (the same for every layer)."""
+        return (self.maps[0].width if self.maps else 0) + self.tail_width
 
     def map_of(self, layer: int) -> RowMap:
         """Return the map of a layer's first slots."""
@@ -132,7 +172,7 @@ class Snapshot:
 
     def batch(self, index: Sequence[int]) -> Snapshot:
         """Return the snapshot with its batch rows selected, repeated or reordered; buffers are copied."""
-        if not self.rows:
+        if not self.buffers:
             return self
         indices: dict[torch.device, Tensor] = {}
 
@@ -144,16 +184,17 @@ class Snapshot:
         segment = self.open_segment
         return replace(
             self,
-            frontier=self.frontier.batch(index, on(self.maps[0].live_BMW.device)),
+            frontier=self.frontier.batch(index, on(self.device)),
             rows=tuple(rows.batch(on(rows.keys_BSCD.device)) for rows in self.rows),
             maps=tuple(part.batch(on(part.live_BMW.device)) for part in self.maps),
+            ragged=tuple(layer.batch(index) for layer in self.ragged),
             tail=None if self.tail is None else self.tail.batch(on(self.tail.live_BMW.device)),
-            counts=tuple(self.counts[i] for i in index),
+            counts=tuple(self.counts[i] for i in index) if self.counts else (),
             tail_counts=tuple(self.tail_counts[i] for i in index),
             budget_rows=None if self.budget_rows is None else tuple(self.budget_rows[i] for i in index),
             scores_LBSWX=None
             if self.scores_LBSWX is None
             else self.scores_LBSWX.index_select(1, on(self.scores_LBSWX.device)),
             segment_tokens=tuple(self.segment_tokens[i] for i in index) if self.segment_tokens else (),
-            open_segment=None if segment is None else segment.batch(on(self.maps[0].live_BMW.device)),
+            open_segment=None if segment is None else segment.batch(on(self.device)),
         )

@@ -43,7 +43,7 @@ class Step(ABC):
         self.transient_bytes = 0
         self.width_after = snapshot.width + inputs.length
         self._expected = (inputs.batch, geometry.num_kv_heads, inputs.length, geometry.key_dim)
-        self._dtype = snapshot.rows[0].keys_BSCD.dtype if snapshot.rows else None
+        self._dtype = snapshot.dtype
         self._repeats = policy.stored_heads(geometry) // geometry.num_kv_heads
         pinned = len(policy.pinned_tokens) if policy.positions == "cache_local" else 0
         self._pinned_rows = pinned if snapshot.evicted_at_column else 0
@@ -135,6 +135,13 @@ class Step(ABC):
         return tuple(a + b for a, b in zip(old, self.inputs.new_tokens, strict=True))
 
     @property
+    def candidate_rows(self) -> int:
+        """Live rows of all owners, published and new."""
+        geometry = self.runtime.geometry
+        owners = geometry.num_layers * self.runtime.composition.stored_heads(geometry)
+        return sum(self.candidate_counts) * owners
+
+    @property
     def is_dense(self) -> bool:
         """Whether every attended slot holds a live row that the current mask shows."""
         return self.inputs.changed_mask_BF is None and all(n == self.width_after for n in self.candidate_counts)
@@ -195,10 +202,13 @@ class Step(ABC):
 
     def note_transient(self, extra_bytes: int) -> None:
         """Remember the highest number of bytes alive at once: parent, successors so far, and workspace."""
-        parent = {id(rows) for rows in self.snapshot.rows}
-        fresh = [rows for rows in self.rows.values() if id(rows) not in parent]
-        fresh_bytes = sum(t.numel() * t.element_size() for rows in fresh for t in rows.tensors())
+        fresh_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.fresh_buffers())
         self.transient_bytes = max(self.transient_bytes, self.runtime.published_bytes() + fresh_bytes + extra_bytes)
+
+    def fresh_buffers(self) -> list[Tensor]:
+        """Return the tensors of buffers that this forward made."""
+        parent = {id(rows) for rows in self.snapshot.rows}
+        return [tensor for rows in self.rows.values() if id(rows) not in parent for tensor in rows.tensors()]
 
     def _attention(
         self, backend: str, module: torch.nn.Module, query: Tensor, step: LayerStep, record: MaskRecord, kwargs: Any
@@ -207,6 +217,12 @@ class Step(ABC):
             # The view is exactly this forward's rows in order: the model's own backend and mask, bit for bit.
             # Columns, not rows: after a forward of pads alone nothing is held, but the stock mask counts them.
             return run_stock(backend, module, query, step.keys, step.values, record.stock, **kwargs)[0]
+        return self.attend_history(backend, module, query, step, record, kwargs)
+
+    def attend_history(
+        self, backend: str, module: torch.nn.Module, query: Tensor, step: LayerStep, record: MaskRecord, kwargs: Any
+    ) -> Tensor:
+        """Attend over published and new rows. [B, T, Q, D]."""
         visibility, mask = self.visibility(record), None
         if not (visibility.is_plain and self.inputs.length == 1):
             mask = visibility.for_queries(self.view_map(step.layer), self.query_columns())

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..masks import MaskRecord
 from ..storage import RowMap
 
-__all__ = ["Visibility"]
+__all__ = ["SeenRows", "Visibility"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -99,3 +99,21 @@ class Visibility:
         last = self.changed_mask_BF.shape[1] - 1
         index = view.columns_BMW.long().clamp(0, last).reshape(batch, heads * width)
         return self.changed_mask_BF.gather(1, index).view(batch, heads, width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SeenRows:
+    """Which candidate rows some queries see (evidence asks; see `evidence.base.Visibility`)."""
+
+    visibility: Visibility
+    view: RowMap
+    columns_BW: Tensor
+
+    def __call__(self) -> Tensor | None:
+        """Return the mask [B, M, W, N] of all queries, or None."""
+        return self.visibility.for_queries(self.view, self.columns_BW)
+
+    def block(self, start: int, stop: int) -> tuple[Tensor | None, int]:
+        """Return the mask of queries `start` to `stop`, and how many of the first rows it covers."""
+        total = self.columns_BW.shape[1]
+        return self.visibility.for_block(self.view, self.columns_BW[:, start:stop], start, total)

@@ -21,6 +21,10 @@ class Visibility(Protocol):
         """Return a bool mask broadcastable to [B, S, W, N], or None when every query sees every row."""
         ...
 
+    def block(self, start: int, stop: int) -> tuple[Tensor | None, int]:
+        """Return the mask of some queries, and how many of the first rows it covers (they see none beyond)."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerObservation:
@@ -33,7 +37,8 @@ class LayerObservation:
     observed_BW: Tensor | None
     keys_BHND: Tensor
     tokens_BMN: Tensor
-    visibility: Visibility
+    # Which rows the observed queries see; None for evidence that needs no queries.
+    visibility: Visibility | None
     scaling: float
     # States that rows carry, [B, S, N, X]; None for evidence without any.
     state_BSNX: Tensor | None = None

@@ -50,7 +50,8 @@ class WindowVotes:
 
     def votes(self, seen: LayerObservation, *, group: str, score_heads: int) -> Tensor:
         """Return fp32 votes [B, S, N]. One KV head at a time: the transient is [B, G, W, N] fp32, twice."""
-        assert seen.queries_BQWD is not None, "the engine hands the window's queries to evidence that asks for them"
+        assert seen.queries_BQWD is not None, "the engine hands the queries to evidence that asks for them"
+        assert seen.visibility is not None, "queries come with what they see"
         heads = seen.keys_BHND.shape[1]
         group_size = seen.queries_BQWD.shape[1] // heads
         visible = seen.visibility()

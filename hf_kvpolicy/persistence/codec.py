@@ -19,7 +19,7 @@ from ..engine.queries import QueryWindow
 from ..engine.snapshot import Frontier, OpenSegment, Snapshot
 from ..errors import BackendAdmissionError, ConfigError, IntegrityError
 from ..masks import MaskRecord
-from ..storage import DenseRows, RowMap
+from ..storage import DenseRows, RaggedLayer, RaggedMap, RaggedRows, RowMap
 
 __all__ = ["Tensors", "decode", "encode"]
 
@@ -38,6 +38,8 @@ def encode(snapshot: Snapshot) -> tuple[dict[str, Any], Tensors]:
         tensors[f"layer.{layer}.keys"], tensors[f"layer.{layer}.values"] = rows.view(width)
         if rows.pinned_keys_BSPD is not None:
             tensors[f"layer.{layer}.pinned_keys"] = rows.pinned_keys_BSPD
+    for layer, stored in enumerate(snapshot.ragged):
+        tensors |= _ragged_tensors(f"layer.{layer}", stored, snapshot.tail_width)
     for index, part in enumerate(snapshot.maps):
         tensors |= _map_tensors(f"map.{index}", part)
     if snapshot.tail is not None:
@@ -54,6 +56,10 @@ def encode(snapshot: Snapshot) -> tuple[dict[str, Any], Tensors]:
             "position_offsets": list(frontier.position_offsets),
         },
         "capacities": [rows.capacity for rows in snapshot.rows],
+        "ragged": [
+            {"lengths": list(s.map.lengths), "capacities": list(s.rows.capacities), "heads": s.rows.heads}
+            for s in snapshot.ragged
+        ],
         "maps_ordered": [part.ordered for part in snapshot.maps],
         "tail_ordered": None if snapshot.tail is None else snapshot.tail.ordered,
         "counts": list(snapshot.counts),
@@ -82,6 +88,8 @@ def decode(
     maps = tuple(_map(pool, f"map.{i}", ordered, device) for i, ordered in enumerate(facts["maps_ordered"]))
     tail = None if facts["tail_ordered"] is None else _map(pool, "tail", facts["tail_ordered"], device)
     rows = tuple(_rows(pool, i, slots, layer_devices[i]) for i, slots in enumerate(facts["capacities"]))
+    width = 0 if tail is None else tail.width
+    ragged = tuple(_ragged(pool, i, fact, width, layer_devices[i]) for i, fact in enumerate(facts["ragged"]))
     seen = pool.take("frontier.seen", device) if "frontier.seen" in tensors else None
     segment = facts["open_segment"]
     snapshot = Snapshot(
@@ -94,6 +102,7 @@ def decode(
         ),
         rows=rows,
         maps=maps,
+        ragged=ragged,
         tail=tail,
         counts=tuple(facts["counts"]),
         tail_counts=tuple(facts["tail_counts"]),
@@ -160,6 +169,35 @@ def _rows(pool: _Pool, layer: int, capacity: int, device: torch.device) -> Dense
     return rows
 
 
+def _ragged_tensors(name: str, stored: RaggedLayer, tail_width: int) -> Tensors:
+    parts = [stored.rows.owner(owner, rows + tail_width) for owner, rows in enumerate(stored.map.lengths)]
+    return {
+        f"{name}.keys": torch.cat([keys for keys, _ in parts]),
+        f"{name}.values": torch.cat([values for _, values in parts]),
+        f"{name}.columns": stored.map.columns_N,
+        f"{name}.tokens": stored.map.tokens_N,
+    }
+
+
+def _ragged(pool: _Pool, layer: int, facts: Mapping[str, Any], tail_width: int, device: torch.device) -> RaggedLayer:
+    """Rebuild a layer's flat slots: saved back to back, laid out with their slack again."""
+    lengths, capacities, heads = facts["lengths"], facts["capacities"], facts["heads"]
+    keys, values = pool.take(f"layer.{layer}.keys", device), pool.take(f"layer.{layer}.values", device)
+    columns, tokens = (pool.take(f"layer.{layer}.{part}", device) for part in ("columns", "tokens"))
+    used = [rows + tail_width for rows in lengths]
+    fits = len(used) == len(capacities) and all(u <= room for u, room in zip(used, capacities, strict=True))
+    sound = fits and sum(used) == keys.shape[0] == values.shape[0] and columns.dtype == tokens.dtype == torch.int32
+    if not sound or columns.shape != (sum(lengths),) or tokens.shape != columns.shape or len(used) % heads:
+        raise IntegrityError(f"Layer {layer} was saved with rows, lengths and capacities that contradict one another.")
+    rows = RaggedRows.allocate(keys, values, capacities, heads)
+    for owner, (key, value) in enumerate(zip(torch.split(keys, used), torch.split(values, used), strict=True)):
+        into_keys, into_values = rows.owner(owner, used[owner])
+        into_keys.copy_(key)
+        into_values.copy_(value)
+    pairs = list(zip(torch.split(columns, lengths), torch.split(tokens, lengths), strict=True))
+    return RaggedLayer(rows=rows, map=RaggedMap.of(pairs, heads))
+
+
 def _check_shapes(snapshot: Snapshot) -> None:
     batch, width, columns = snapshot.batch_size, snapshot.width, snapshot.frontier.columns
     seen = snapshot.frontier.seen_BF
@@ -171,6 +209,7 @@ def _check_shapes(snapshot: Snapshot) -> None:
         and all(part.live_BMW.shape[0] == batch and part.map_heads in (1, heads) for part in parts)
         and len({part.width for part in snapshot.maps}) <= 1
         and all(rows.keys_BSCD.shape[:2] == (batch, heads) and rows.capacity >= width for rows in snapshot.rows)
+        and all(len(layer.map.lengths) == batch * layer.map.heads for layer in snapshot.ragged)
         and (seen is None or tuple(seen.shape) == (batch, columns))
         and all(not values or len(values) == batch for values in per_row)
     )

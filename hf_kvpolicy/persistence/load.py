@@ -47,7 +47,7 @@ def load_cache(directory: str | os.PathLike[str], model: torch.nn.Module) -> Pol
         _admit_policy(record)
         _admit_model(record, decoder)
         tensors = _read_tensors(place, record)
-        layer_devices = _layer_devices(decoder, len(record["snapshot"]["capacities"]))
+        layer_devices = _layer_devices(decoder, record["geometry"]["num_layers"])
         with stored_tensors():
             snapshot = decode(record["snapshot"], tensors, next(decoder.parameters()).device, layer_devices)
         state = {

@@ -1,5 +1,6 @@
 """One file a method: a constructor that composes the axes."""
 
+from .allocation import AdaKVCache, PyramidKVCache, ZigZagKVCache
 from .retention import (
     FullCache,
     H2OCache,
@@ -12,12 +13,15 @@ from .retention import (
 )
 
 __all__ = [
+    "AdaKVCache",
     "FullCache",
     "H2OCache",
     "KeyformerCache",
+    "PyramidKVCache",
     "RandomCache",
     "ScissorhandsCache",
     "SlidingWindowCache",
     "SnapKVCache",
     "StreamingLLMCache",
+    "ZigZagKVCache",
 ]

@@ -2,7 +2,19 @@
 
 from .dense import DenseRows, growth_slots, stored_tensors
 from .gather import gather_rows, pack_rows
+from .ragged import RaggedLayer, RaggedMap, RaggedRows
 from .ragged_view import RaggedView
 from .rowmap import RowMap
 
-__all__ = ["DenseRows", "RaggedView", "RowMap", "gather_rows", "growth_slots", "pack_rows", "stored_tensors"]
+__all__ = [
+    "DenseRows",
+    "RaggedLayer",
+    "RaggedMap",
+    "RaggedRows",
+    "RaggedView",
+    "RowMap",
+    "gather_rows",
+    "growth_slots",
+    "pack_rows",
+    "stored_tensors",
+]

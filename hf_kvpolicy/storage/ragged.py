@@ -1,8 +1,8 @@
 """Ragged K/V of one layer: flat slots, in which every owner has a region of its own length.
 
-An owner is one stored head of one batch row, counted batch-major: b * heads + s. Each owner's rows lie back to back at the
-start of its region; the slots behind them are slack, so that an append writes in place. Nothing is padded to a common
-length, neither K/V nor the numbers that describe rows.
+An owner is one stored head of one batch row, counted batch-major: b * heads + s. Each owner's rows lie back to back
+at the start of its region; the slots behind them are slack, so that an append writes in place. Nothing is padded to a
+common length, neither K/V nor the numbers that describe rows.
 
 Letters: N flat slots or rows, O owners, B batch rows, S stored heads, T new rows, D head dimension.
 """
@@ -64,7 +64,7 @@ class RaggedMap:
 
     def owners(self) -> list[RowMap]:
         """Return each owner's rows as a map [1, 1, n] (windows on this one)."""
-        parts = zip(self.columns_N.split(self.lengths), self.tokens_N.split(self.lengths), strict=True)
+        parts = self._by_owner()
         live = torch.ones((1, 1, max(self.lengths, default=0)), dtype=torch.bool, device=self.tokens_N.device)
         return [
             RowMap(
@@ -78,13 +78,13 @@ class RaggedMap:
 
     def batch(self, index: Sequence[int]) -> RaggedMap:
         """Return the map with its batch rows selected, repeated or reordered."""
-        columns, tokens = self.columns_N.split(self.lengths), self.tokens_N.split(self.lengths)
-        return RaggedMap.of([(columns[o], tokens[o]) for o in _owners_of(index, self.heads)], self.heads)
+        owners = self._by_owner()
+        return RaggedMap.of([owners[o] for o in _owners_of(index, self.heads)], self.heads)
 
     def before_column(self, column: int) -> RaggedMap:
         """Return the map without rows at or after a column (each owner's last ones, since rows ascend)."""
         owners = []
-        for columns, tokens in zip(self.columns_N.split(self.lengths), self.tokens_N.split(self.lengths), strict=True):
+        for columns, tokens in self._by_owner():
             kept = int((columns < column).sum())
             owners.append((columns[:kept], tokens[:kept]))
         return RaggedMap.of(owners, self.heads)
@@ -92,6 +92,10 @@ class RaggedMap:
     def tensors(self) -> tuple[Tensor, ...]:
         """Return every tensor this object keeps alive."""
         return self.columns_N, self.tokens_N, self.lengths_O
+
+    def _by_owner(self) -> list[tuple[Tensor, Tensor]]:
+        columns, tokens = torch.split(self.columns_N, self.lengths), torch.split(self.tokens_N, self.lengths)
+        return list(zip(columns, tokens, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -131,7 +135,7 @@ class RaggedRows:
         return key_bytes + self.values_ND.shape[1] * self.values_ND.element_size()
 
     def grown(self, used: Sequence[int], needed: Sequence[int]) -> RaggedRows:
-        """Return buffers with room for `needed` slots an owner and the `used` first ones copied; self when there is room.
+        """Return buffers with room for `needed` slots an owner and the first `used` copied; self when there is room.
 
         All owners get new slack at once, so that a copy is paid for by at least the smallest slack's appends.
         """

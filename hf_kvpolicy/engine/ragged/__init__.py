@@ -1,0 +1,11 @@
+"""Forwards over ragged storage: the same transaction and the same axes, owner by owner.
+
+A dense forward scores and packs [B, S, N] tensors at once; here every owner has rows of its own number, so scores,
+masks and gathers are made for one owner at a time and nothing is ever padded to a common length.
+"""
+
+from .append import RaggedAppendStep
+from .deferred import decide_appended_ragged
+from .segment import RaggedSegmentStep
+
+__all__ = ["RaggedAppendStep", "RaggedSegmentStep", "decide_appended_ragged"]

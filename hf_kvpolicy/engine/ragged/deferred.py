@@ -1,0 +1,74 @@
+"""A selection over ragged rows that were appended first: held chunks, accepted drafts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ...contract import Phase, Transaction
+from ...storage import RowMap
+from ..queries import windowed
+from ..snapshot import Snapshot
+from .decide import RaggedDecider
+from .owners import LiveTail, OwnerCandidates, OwnerQueries
+
+if TYPE_CHECKING:
+    from ..runtime import Runtime
+
+__all__ = ["decide_appended_ragged"]
+
+
+def decide_appended_ragged(
+    runtime: Runtime, snapshot: Snapshot, transaction: Transaction, budget_rows: tuple[int, ...], *, ends_prompt: bool
+) -> Snapshot:
+    """Return the successor of a snapshot whose rows now compete; see `engine.deferred.decide_appended`."""
+    layers, heads = runtime.geometry.num_layers, snapshot.ragged[0].map.heads
+    tail = LiveTail(RowMap.empty(snapshot.batch_size, snapshot.device) if snapshot.tail is None else snapshot.tail)
+    decider = RaggedDecider(
+        runtime.composition,
+        runtime.geometry,
+        transaction,
+        candidates_LO=[list(chain(*snapshot.owner_rows(layer, heads))) for layer in range(layers)],
+        budget_rows=budget_rows,
+        newest_tokens=snapshot.frontier.tokens,
+    )
+    segment, wanted = snapshot.open_segment, runtime.composition.evidence.window_queries
+    window = seen = None
+    if decider.drops_rows and wanted and segment is not None and segment.window is not None:
+        window = segment.window.last(wanted)
+        seen = OwnerQueries(
+            window,
+            segment.rule,
+            columns_after=snapshot.frontier.columns,
+            changed_mask_BF=None,
+            scaling=segment.scaling,
+            batch=snapshot.batch_size,
+        )
+    for layer in range(layers):
+        transaction.enter_through(layer, Phase.ATTEND)
+        queries = None if window is None or segment is None else windowed(segment.queries_BQWD[layer], window)
+        decider.observe(layer, _candidates(snapshot, layer, tail), queries, seen)
+    return replace(
+        snapshot,
+        generations=transaction.successor,
+        ragged=decider.finish(layers),
+        tail=None,
+        tail_counts=(0,) * snapshot.batch_size,
+        budget_rows=budget_rows,
+        segment_tokens=snapshot.frontier.tokens if ends_prompt else snapshot.segment_tokens,
+        open_segment=None,
+        decision_epoch=snapshot.decision_epoch + 1,
+        evicted_at_column=snapshot.frontier.columns if decider.drops_rows else snapshot.evicted_at_column,
+    )
+
+
+def _candidates(snapshot: Snapshot, layer: int, tail: LiveTail) -> OwnerCandidates:
+    rows, base = snapshot.ragged[layer].rows, snapshot.ragged[layer].map
+
+    def slots(owner: int) -> tuple[Tensor, Tensor]:
+        return rows.owner(owner, base.lengths[owner] + tail.width)
+
+    return OwnerCandidates(slots=slots, base=base, tail=tail)

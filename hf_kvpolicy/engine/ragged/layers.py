@@ -1,0 +1,137 @@
+"""What ragged forwards share: appended rows behind every owner's own, attention over both, candidates.
+
+Letters: B batch rows, S stored heads, O owners, T new tokens, N flat slots, n rows of one owner, D head dimension.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...frame import LayerStep
+from ...masks import MaskRecord
+from ...ragged_attention import attend_ragged
+from ...storage import RaggedMap, RaggedRows, RowMap, growth_slots
+from ..step import Step
+from .owners import LiveTail, OwnerCandidates
+from .visibility import RaggedVisibility
+
+__all__ = ["RaggedForward"]
+
+
+class RaggedForward(Step):
+    """A forward over ragged storage; combined with the kind of forward it is."""
+
+    @cached_property
+    def buffers(self) -> dict[int, RaggedRows]:
+        """Buffers that hold this forward's rows, by layer."""
+        return {}
+
+    @property
+    def heads(self) -> int:
+        """Stored heads of a batch row."""
+        return self.runtime.composition.stored_heads(self.runtime.geometry)
+
+    @cached_property
+    def tail_after(self) -> RowMap:
+        """Every appended row, this forward's own last."""
+        old = self.snapshot.tail
+        return self.new_map() if old is None else old.then(self.new_map())
+
+    @cached_property
+    def live_tail(self) -> LiveTail:
+        """The live rows among them."""
+        return LiveTail(self.tail_after)
+
+    @cached_property
+    def candidates_LO(self) -> list[list[int]]:
+        """Rows that each layer's owners hold, published and new."""
+        tails = self.snapshot.tail_counts or (0,) * self.inputs.batch
+        new = [a + b for a, b in zip(tails, self.inputs.new_tokens, strict=True) for _ in range(self.heads)]
+        layers = range(self.runtime.geometry.num_layers)
+        return [[a + b for a, b in zip(self.base(layer).lengths, new, strict=True)] for layer in layers]
+
+    @property
+    def candidate_rows(self) -> int:
+        """Rows of all owners, published and new."""
+        return sum(map(sum, self.candidates_LO))
+
+    def base(self, layer: int) -> RaggedMap:
+        """Return the rows a layer's owners held when the tail began."""
+        return self.snapshot.ragged[layer].map if self.snapshot.ragged else self._nothing
+
+    def place(self, layer: int, keys_BHTD: Tensor, values_BHTD: Tensor) -> RaggedRows:
+        """Write a layer's new rows behind its owners' published ones; no live slot is touched."""
+        keys, values = self.stored(keys_BHTD), self.stored(values_BHTD)
+        base, before, length = self.base(layer), self.snapshot.tail_width, self.inputs.length
+        if self.snapshot.ragged:
+            used = [rows + before for rows in base.lengths]
+            rows = self.snapshot.ragged[layer].rows.grown(used, [slots + length for slots in used])
+        else:
+            rows = RaggedRows.allocate(keys, values, [growth_slots(length)] * len(base.lengths), self.heads)
+        rows.write(base.lengths_O, before, keys, values)
+        self.buffers[layer] = rows
+        return rows
+
+    def is_new_buffer(self, layer: int) -> bool:
+        """Whether a layer's buffers were made by this forward."""
+        return not self.snapshot.ragged or self.buffers[layer] is not self.snapshot.ragged[layer].rows
+
+    def fresh_buffers(self) -> list[Tensor]:
+        """Return the tensors of buffers that this forward made."""
+        return [t for layer, rows in self.buffers.items() if self.is_new_buffer(layer) for t in rows.tensors()]
+
+    def attend_history(
+        self, backend: str, module: torch.nn.Module, query: Tensor, step: LayerStep, record: MaskRecord, kwargs: Any
+    ) -> Tensor:
+        """Attend over every owner's own rows. [B, T, Q, D]."""
+        base = self.base(step.layer)
+        view = self.buffers[step.layer].view(base, self.tail_after.width)
+        masks = self._masks(record).masks(base)
+        return attend_ragged(backend, query, view, masks, scaling=kwargs["scaling"], dropout=kwargs.get("dropout", 0.0))
+
+    def candidates(self, layer: int, step: LayerStep) -> OwnerCandidates:
+        """Return the rows of one layer among which is chosen."""
+        base, width = self.base(layer), self.live_tail.width
+        if not self.snapshot.frontier.columns:
+            # A first prompt competes where the model made it; it was never copied into slots.
+            keys, values, heads = step.keys.detach(), step.values.detach(), self.heads
+            group = heads // keys.shape[1]
+
+            def slots(owner: int) -> tuple[Tensor, Tensor]:
+                row, head = owner // heads, owner % heads // group
+                return keys[row, head], values[row, head]
+
+        else:
+            rows = self.buffers[layer]
+
+            def slots(owner: int) -> tuple[Tensor, Tensor]:
+                return rows.owner(owner, base.lengths[owner] + width)
+
+        return OwnerCandidates(slots=slots, base=base, tail=self.live_tail)
+
+    @cached_property
+    def _nothing(self) -> RaggedMap:
+        return RaggedMap.empty(self.inputs.batch, self.heads, self.inputs.device)
+
+    @cached_property
+    def _records(self) -> dict[int, RaggedVisibility]:
+        return {}
+
+    def _masks(self, record: MaskRecord) -> RaggedVisibility:
+        found = self._records.get(id(record))
+        if found is None:
+            tails = self.snapshot.tail_counts or (0,) * self.inputs.batch
+            live = [a + b for a, b in zip(tails, self.inputs.new_tokens, strict=True)]
+            found = self._records[id(record)] = RaggedVisibility(
+                record,
+                self.tail_after,
+                self.query_columns(),
+                columns_after=self.inputs.frontier_after.columns,
+                changed_mask_BF=self.inputs.changed_mask_BF,
+                is_full=all(count == self.tail_after.width for count in live),
+            )
+        return found

@@ -1,0 +1,107 @@
+"""A ragged forward whose rows compete at once: a prompt segment."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ...contract import Transaction
+from ...frame import LayerStep
+from ...masks import MaskRecord
+from ...storage import stored_tensors
+from ..inputs import ForwardInputs
+from ..queries import held, hold_window
+from ..snapshot import Snapshot
+from .decide import RaggedDecider
+from .layers import RaggedForward
+from .owners import OwnerQueries
+
+if TYPE_CHECKING:
+    from ..runtime import Runtime
+
+__all__ = ["RaggedSegmentStep"]
+
+
+class RaggedSegmentStep(RaggedForward):
+    """Attends over published and new rows, then every owner keeps its best."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        snapshot: Snapshot,
+        inputs: ForwardInputs,
+        transaction: Transaction,
+        budget: tuple[int, ...],
+    ) -> None:
+        super().__init__(runtime, snapshot, inputs, transaction)
+        self.budget_rows = budget
+        self.decider = RaggedDecider(
+            runtime.composition,
+            runtime.geometry,
+            transaction,
+            candidates_LO=self.candidates_LO,
+            budget_rows=budget,
+            newest_tokens=inputs.frontier_after.tokens,
+        )
+        wanted = runtime.composition.evidence.window_queries if self.decider.drops_rows else 0
+        self._window = hold_window(None, inputs, snapshot.frontier.columns, wanted) if wanted else None
+        self._seen: dict[int, OwnerQueries] = {}
+
+    def append(self, layer: int, keys_BHTD: Tensor, values_BHTD: Tensor) -> tuple[Tensor, Tensor]:
+        """A first prompt stays where it is; a later one goes behind the published rows for the time of attention."""
+        if not self.snapshot.frontier.columns:
+            return keys_BHTD, values_BHTD
+        rows = self.place(layer, keys_BHTD, values_BHTD)
+        return rows.keys_ND, rows.values_ND
+
+    def attended(self, layer: int, query_BQTD: Tensor, step: LayerStep, record: MaskRecord, scaling: float) -> None:
+        """Score, allocate, select and pack one layer (all of them after the last, where the allocation needs it)."""
+        with stored_tensors():
+            queries = None if self._window is None else held(None, query_BQTD.detach(), self._window)
+            candidates = self.candidates(layer, step)
+            self.decider.observe(layer, candidates, queries, self._queries(record, scaling))
+            keys, values = step.keys, step.values
+            layer_bytes = keys.numel() * keys.element_size() + values.numel() * values.element_size()
+            self.note_transient(max(layer_bytes, self.decider.held_bytes) + self.decider.workspace_bytes)
+            if not self.decider.held_bytes:
+                self.buffers.pop(layer, None)
+
+    def successor(self) -> Snapshot:
+        """Return the snapshot in which every owner holds what was chosen for it."""
+        layers = self.decider.finish(self.runtime.geometry.num_layers)
+        frontier = self.inputs.frontier_after
+        return replace(
+            self.snapshot,
+            generations=self.transaction.successor,
+            frontier=frontier,
+            ragged=layers,
+            tail=None,
+            tail_counts=(0,) * self.inputs.batch,
+            budget_rows=self.budget_rows,
+            segment_tokens=frontier.tokens,
+            open_segment=None,
+            last_was_segment=self.inputs.length > 1,
+            decision_epoch=self.snapshot.decision_epoch + 1,
+            evicted_at_column=frontier.columns if self.decider.drops_rows else self.snapshot.evicted_at_column,
+        )
+
+    def fresh_buffers(self) -> list[Tensor]:
+        """Return the tensors this forward made: packed layers, and grown buffers that still hold candidates."""
+        packed = [tensor for layer in self.decider.layers.values() for tensor in layer.rows.tensors()]
+        return packed + super().fresh_buffers()
+
+    def _queries(self, record: MaskRecord, scaling: float) -> OwnerQueries | None:
+        if self._window is None:
+            return None
+        if id(record) not in self._seen:
+            self._seen[id(record)] = OwnerQueries(
+                self._window,
+                record,
+                columns_after=self.inputs.frontier_after.columns,
+                changed_mask_BF=self.inputs.changed_mask_BF,
+                scaling=scaling,
+                batch=self.inputs.batch,
+            )
+        return self._seen[id(record)]

@@ -1,0 +1,7 @@
+"""Policies that distribute a budget over layers and heads."""
+
+from .adakv import AdaKVCache
+from .pyramidkv import PyramidKVCache
+from .zigzagkv import ZigZagKVCache
+
+__all__ = ["AdaKVCache", "PyramidKVCache", "ZigZagKVCache"]
