@@ -7,6 +7,7 @@ owner, D head dimension.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import add
 
 import torch
@@ -68,7 +69,7 @@ class RaggedView:
         spacing = starts[1] - starts[0] if owners > 1 else rows
         if lengths.count(rows) != owners or spacing < 0:
             return None
-        if owners > 2 and starts != tuple(range(starts[0], starts[0] + owners * spacing, spacing or 1)):
+        if any(after - before != spacing for before, after in pairwise(starts)):
             return None
         return self._strided(self.keys_ND, rows, spacing), self._strided(self.values_ND, rows, spacing)
 

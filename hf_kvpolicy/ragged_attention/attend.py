@@ -1,0 +1,59 @@
+"""One call that attends over a ragged view with whatever may read it here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..storage import RaggedView
+from .choose import ragged_backend
+from .flash_varlen import attend_flash_varlen
+from .owners import attend_owners
+from .reference import attend_eager
+
+__all__ = ["attend_ragged"]
+
+
+def attend_ragged(
+    backend: str,
+    query_BQTD: Tensor,
+    view: RaggedView,
+    masks: Sequence[Tensor | None] | None,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+    causal: bool = False,
+) -> Tensor:
+    """Attend over owners of unequal length, exactly; returns [B, T, Q, D]. No row is padded, gathered or repeated.
+
+    Args:
+        backend: transformers' name of the model's backend.
+        query_BQTD: query heads are batch-major over the stored heads: Q is a multiple of `view.heads`.
+        masks: per owner a bool [T, n], True where a query sees a row, or None where every query sees every row. A query
+            that sees nothing gets zeros.
+        causal: instead of masks: the last T rows of every owner are the queries' own tokens, and query t does not see
+            the T - 1 - t rows after its own. Kernels need no mask for it.
+
+    Raises:
+        BackendAdmissionError: the backend cannot read ragged rows.
+    """
+    masked = masks is not None and any(mask is not None for mask in masks)
+    tokens = query_BQTD.shape[2]
+    chosen = ragged_backend(backend, query_BQTD, view, masked=masked, dropout=dropout)
+    if chosen == "triton":
+        from .triton_decode import attend_decode  # imports triton, which is not always there
+
+        return attend_decode(query_BQTD, view, scaling=scaling)
+    if chosen == "flash_varlen":
+        return attend_flash_varlen(backend, query_BQTD, view, scaling=scaling, causal=causal and tokens > 1)
+    if not masked:
+        masks = _causal(view, tokens) if causal and tokens > 1 else None
+    plain = attend_eager if chosen == "eager" else attend_owners
+    return plain(query_BQTD, view, masks, scaling=scaling, dropout=dropout)
+
+
+def _causal(view: RaggedView, tokens: int) -> list[Tensor]:
+    device = view.keys_ND.device
+    return [torch.ones(tokens, rows, dtype=torch.bool, device=device).tril_(rows - tokens) for rows in view.lengths]
