@@ -206,6 +206,9 @@ def _stored_rows(cache: Any, layer: int, batch: int) -> Iterator[tuple[list[int]
     from hf_kvpolicy.engine.view import published_keys
 
     snapshot = cache._runtime.snapshot
+    if snapshot.ragged:
+        yield from _ragged_rows(snapshot, layer, batch)
+        return
     table, rows = snapshot.full_map(layer), snapshot.rows[layer]
     keys, values = published_keys(rows, snapshot.width), rows.values_BSCD[:, :, : snapshot.width]
     for head in range(keys.shape[1]):
@@ -213,6 +216,19 @@ def _stored_rows(cache: Any, layer: int, batch: int) -> Iterator[tuple[list[int]
         live = table.live_BMW[batch, mapped].nonzero()[:, 0]
         order = live[table.tokens_BMW[batch, mapped][live].argsort()]
         yield (table.tokens_BMW[batch, mapped][order].tolist(), keys[batch, head, order], values[batch, head, order])
+
+
+def _ragged_rows(snapshot: Any, layer: int, batch: int) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    stored, tail = snapshot.ragged[layer], snapshot.tail
+    live = torch.zeros(0, dtype=torch.bool) if tail is None else tail.live_BMW[batch, 0]
+    appended = torch.zeros(0, dtype=torch.int32) if tail is None else tail.tokens_BMW[batch, 0][live]
+    for owner in range(batch * stored.map.heads, (batch + 1) * stored.map.heads):
+        base = stored.map.lengths[owner]
+        keys, values = stored.rows.owner(owner, base + live.shape[0])
+        kept = torch.cat([torch.ones(base, dtype=torch.bool), live])
+        tokens = stored.map.owners()[owner].tokens_BMW[0, 0].tolist() + appended.tolist()
+        assert tokens == sorted(tokens), "an owner's rows ascend"
+        yield tokens, keys[kept], values[kept]
 
 
 def assert_same_content(left: Any, right: Any, *, atol: float = 1e-5) -> None:

@@ -28,7 +28,7 @@ def watched(cache: Any) -> list[weakref.ref[Any]]:
     """Return weak references to a cache and all that it holds."""
     runtime = cache._runtime
     snapshots = [runtime.snapshot, *([] if runtime.waiting is None else [runtime.waiting.snapshot])]
-    tensors = [tensor for snapshot in snapshots for rows in snapshot.rows for tensor in rows.tensors()]
+    tensors = [tensor for snapshot in snapshots for rows in snapshot.buffers for tensor in rows.tensors()]
     return [weakref.ref(thing) for thing in (cache, runtime, *tensors)]
 
 

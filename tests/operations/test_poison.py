@@ -29,6 +29,9 @@ def poison(cache: Any) -> int:
     """Overwrite every slot that holds no live row, published or waiting; return how many were inside the rectangle."""
     runtime, inside = cache._runtime, 0
     snapshots = [runtime.snapshot, *([] if runtime.waiting is None else [runtime.waiting.snapshot])]
+    if snapshots[-1].ragged:
+        # The published rows of a waiting forward lie in the same buffers, or in ones that are no longer read.
+        return poison_ragged(snapshots[-1])
     for layer in range(len(snapshots[-1].rows)):
         for snapshot in snapshots:
             if not snapshot.rows:
@@ -45,6 +48,20 @@ def poison(cache: Any) -> int:
                 buffer[:, :, width:] = float("nan")
                 part = buffer[:, :, :width]
                 part.copy_(torch.where(dead[..., None], sign, part))
+    return inside
+
+
+def poison_ragged(snapshot: Any) -> int:
+    """Overwrite the slack behind every owner's rows with NaN and dead tail slots with 1e30; return how many of these."""
+    inside, tail = 0, snapshot.tail
+    for stored in snapshot.ragged:
+        for owner, base in enumerate(stored.map.lengths):
+            dead = torch.zeros(0, dtype=torch.bool) if tail is None else ~tail.live_BMW[owner // stored.map.heads, 0]
+            keys, values = stored.rows.owner(owner, stored.rows.capacities[owner])
+            for buffer in (keys, values):
+                buffer[base + dead.shape[0] :] = float("nan")
+                buffer[base : base + dead.shape[0]][dead] = 1e30
+            inside += int(dead.sum())
     return inside
 
 
