@@ -52,7 +52,7 @@ def poison(cache: Any) -> int:
 
 
 def poison_ragged(snapshot: Any) -> int:
-    """Overwrite the slack behind every owner's rows with NaN and dead tail slots with 1e30; return how many of these."""
+    """Overwrite slack behind every owner with NaN and dead tail slots with 1e30; return how many of the latter."""
     inside, tail = 0, snapshot.tail
     for stored in snapshot.ragged:
         for owner, base in enumerate(stored.map.lengths):
