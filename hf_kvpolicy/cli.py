@@ -43,18 +43,19 @@ def show(
 ) -> None:
     """Show a policy's source, options and defaults, and draw which positions it keeps on a small trace."""
     with _errors_as_exit_code():
-        from .trace import describe, draw, save_picture, trace
+        from .picture import save_picture
+        from .trace import describe, draw, trace
 
         _check_policy(policy)
         if png is not None:
             from .eval.extras import require
 
             require("matplotlib", "The picture of `kvpolicy show --png`")
-        heads = trace(policy, budget=budget, prompt_tokens=prompt, decode_tokens=steps, options=_options(set_))
+        run = trace(policy, budget=budget, prompt_tokens=prompt, decode_tokens=steps, options=_options(set_))
         typer.echo(describe(policy))
-        typer.echo(draw(heads))
+        typer.echo(draw(run))
         if png is not None:
-            save_picture(heads, png, title=f"{policy}, {prompt} prompt tokens and {steps} decoded")
+            save_picture(run, png, title=f"{policy}, {prompt} prompt tokens and {steps} decoded")
             typer.echo(f"\nwritten: {png}")
 
 

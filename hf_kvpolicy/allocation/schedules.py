@@ -138,8 +138,18 @@ class AdaptiveAllocation(Allocation):
         return not self.reference and self.layers.conserves
 
     def open_rows(self, demand: Demand, sensitivity_L: Sequence[float] | None) -> list[list[int]]:
-        """Return each layer's rows; `split` distributes their sum."""
-        return self.layers.open_rows(demand, sensitivity_L)
+        """Return each layer's rows, all with its first head: `split` distributes their sum."""
+        if not self.layers.conserves:
+            return self.layers.open_rows(demand, sensitivity_L)
+        # Layers share as if each were one owner: what one head cannot fill stays in its layer while the others can.
+        pooled = Demand(
+            mean_rows=demand.open_rows * demand.heads,
+            protected_rows=0,
+            candidates_LS=tuple((sum(caps),) for caps in demand.caps_LS),
+            tokens=demand.tokens,
+        )
+        rows = self.layers.open_rows(pooled, sensitivity_L)
+        return [[layer[0], *[0] * (demand.heads - 1)] for layer in rows]
 
     def split(self, rows: int, scores: Sequence[Tensor]) -> list[int]:
         """Return the rows of each head."""

@@ -100,7 +100,7 @@ class Composition:
                 f"{self.policy}: ragged storage holds rows at their original positions, chosen by scores that no row "
                 "carries. Use dense storage for position-only policies, cache-local positions and carried scores."
             )
-        if self.unit == "token" and self.storage == "ragged" and self.allocation is not UNIFORM:
+        if self.unit == "token" and self.storage == "ragged":
             raise ManifestError(
                 f"{self.policy}: unit='token' keeps one set of rows for the whole cache, but the budget differs by "
                 "layer. Use unit='layer' or unit='head'."

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 import hf_kvpolicy as kv
 from hf_kvpolicy.cli import app
-from hf_kvpolicy.trace import draw, paper, save_picture, trace
+from hf_kvpolicy.picture import save_picture
+from hf_kvpolicy.trace import draw, paper, trace
 
 RUN = CliRunner()
 
@@ -40,9 +41,9 @@ def test_show_prints_source_options_and_a_drawing(name: str) -> None:
 def test_show_draws_what_the_policy_keeps() -> None:
     result = RUN.invoke(app, ["show", "streaming_llm", "--budget", "6", "--prompt", "12", "--steps", "1"])
     assert "████·······██" in result.output
-    heads = trace("sliding_window", budget=4, prompt_tokens=9, decode_tokens=2, options={})
-    assert [row.positions for row in heads[0]] == [(5, 6, 7, 8), (6, 7, 8, 9), (7, 8, 9, 10)]
-    assert "·····████    4 rows" in draw(heads)
+    run = trace("sliding_window", budget=4, prompt_tokens=9, decode_tokens=2, options={})
+    assert [row.positions for row in run.heads[0]] == [(5, 6, 7, 8), (6, 7, 8, 9), (7, 8, 9, 10)]
+    assert "·····████    4 rows" in draw(run)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +64,8 @@ def test_the_picture_colours_exactly_the_kept_positions(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the eval extra is not installed")
     import matplotlib.image
 
-    heads = trace("sliding_window", budget=3, prompt_tokens=6, decode_tokens=0, options={})
-    save_picture(heads, tmp_path / "kept.png", "title")
+    run = trace("sliding_window", budget=3, prompt_tokens=6, decode_tokens=0, options={})
+    save_picture(run, tmp_path / "kept.png", "title")
     pixels = matplotlib.image.imread(tmp_path / "kept.png")[..., :3]
     blue = (abs(pixels - [0x1F / 255, 0x6F / 255, 0x9F / 255]) < 0.01).all(-1)
     panel = blue[round(blue.shape[0] * 0.35) :].any(0).nonzero()[0]

@@ -220,12 +220,14 @@ class RaggedDecider:
 
     def _chosen(self, layer: int, scored: _Scored) -> list[Tensor | None]:
         """Return per owner which candidates stay, ascending; None where all do."""
+        if not self.drops_rows:
+            return [None] * len(scored.maps)
         chosen: list[Tensor | None] = []
         for row, demand in enumerate(self._demands):
             owners = range(row * self._heads, (row + 1) * self._heads)
             open_rows = list(self._open_BLS[row][layer])
             protected = [self._protected(scored.maps[o].tokens_BMW, demand) for o in owners]
-            if self.drops_rows and self._policy.allocation.splits_by_score:
+            if self._policy.allocation.splits_by_score:
                 competing = [scored.scores[o][~p[0, 0]] for o, p in zip(owners, protected, strict=True)]
                 open_rows = self._policy.allocation.split(sum(open_rows), competing)
             for owner, kept_open, is_protected in zip(owners, open_rows, protected, strict=True):

@@ -98,8 +98,9 @@ class OwnerQueries:
         self._visibility: list[Visibility] = []
         for row in range(batch):
             columns = window.columns_BW[row : row + 1] if window.columns_BW.shape[0] > 1 else window.columns_BW
-            if window.real_BW is not None and not bool(window.real_BW[row].all()):
-                index = self._index[row] = window.real_BW[row].nonzero()[:, 0]
+            real = None if window.real_BW is None else window.real_BW.expand(batch, -1)[row]
+            if real is not None and not bool(real.all()):
+                index = self._index[row] = real.nonzero()[:, 0]
                 columns = columns.index_select(1, index)
             mask = None if changed_mask_BF is None else changed_mask_BF[row : row + 1]
             self._columns.append(columns)
