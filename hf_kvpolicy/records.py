@@ -241,8 +241,10 @@ def _table_faults(
     layer: int, tokens_BMW: Tensor, live_BMW: Tensor, snapshot: Snapshot, policy: Composition
 ) -> list[str]:
     faults = []
+    # A prompt that is held, chunk by chunk, is not yet chosen from.
+    is_bound = policy.bounds_every_step and snapshot.open_segment is None
     for batch, frontier in enumerate(snapshot.frontier.tokens):
-        budget = None if snapshot.budget_rows is None else snapshot.budget_rows[batch]
+        budget = snapshot.budget_rows[batch] if is_bound and snapshot.budget_rows is not None else None
         for head in range(live_BMW.shape[1]):
             tokens = tokens_BMW[batch, head][live_BMW[batch, head]].tolist()
             where = f"layer {layer}, batch row {batch}, head {head}"
@@ -253,6 +255,6 @@ def _table_faults(
             missing = {token for token in policy.pinned_tokens if token < frontier} - set(tokens)
             if missing:
                 faults.append(f"{where} lost the protected tokens {sorted(missing)}")
-            if budget is not None and policy.bounds_every_step and len(tokens) > budget:
+            if budget is not None and len(tokens) > budget:
                 faults.append(f"{where} holds {len(tokens)} rows over a budget of {budget}")
     return faults

@@ -74,7 +74,7 @@ class Runtime(Exclusive):
     @exclusive
     def begin(self, module: torch.nn.Module, arguments: Mapping[str, Any]) -> None:
         """Open a forward: drop what a dead one left, validate, accept what waits, plan."""
-        self.rollback()
+        self.prefetch()
         with stored_tensors():
             inputs = read_inputs(module, arguments, self.snapshot if self.waiting is None else self.waiting.snapshot)
             self.accept(0, by_crop=False)
@@ -152,13 +152,14 @@ class Runtime(Exclusive):
         Raises:
             CapacityError: a waiting prompt would be cut deeper than its queries were held.
         """
-        waiting = self.waiting
+        if self.waiting is not None:
+            self.prefetch()
+        waiting, policy = self.waiting, self.composition
         if waiting is None:
             return
         if rejected >= waiting.length:
             self._visible = replace(self._visible, waiting=None)
             return
-        policy = self.composition
         accepted = cropped(waiting.snapshot, rejected)
         # What was accepted decides, not what was fed: a draft rejected whole leaves one decode token. The first token
         # ever is a prompt, as it is without recording.
@@ -222,13 +223,12 @@ class Runtime(Exclusive):
         current = self.snapshot if self.waiting is None else self.waiting.snapshot
         return current.frontier.columns
 
-    # -- selections outside a forward
-    # -----------------------------------------------------------------------------------
+    # -- selections outside a forward ---------------------------------------------------------------------------------
 
     @exclusive
     def finish_prefill(self) -> None:
         """End a held prompt: accept what waits and select now."""
-        self.rollback()
+        self.prefetch()
         with stored_tensors():
             self.accept(0, by_crop=False)
             if self.snapshot.open_segment is None:
@@ -243,13 +243,26 @@ class Runtime(Exclusive):
         """Select, repeat or reorder batch rows of everything held, in one publication."""
         self.rollback()
         with stored_tensors():
-            waiting = self.waiting
-            if waiting is not None:
-                waiting = replace(waiting, snapshot=waiting.snapshot.batch(index))
+            successor = self._visible.each(lambda snapshot: snapshot.batch(index))
             if self.snapshot.rows:
-                self._republish(self.snapshot.batch(index), waiting=waiting)
+                self._republish(successor.snapshot, waiting=successor.waiting)
             else:
-                self._visible = Visible(self.snapshot, waiting)
+                self._visible = successor
+
+    @exclusive
+    def offload(self, layer: int | None) -> None:
+        """Move a layer, or all for None, to the CPU, and what layers share with the last one; nothing else changes."""
+        self.rollback()
+        with stored_tensors():
+            self._visible = self._visible.offloaded(layer)
+
+    @exclusive
+    def prefetch(self, layer: int | None = None) -> None:
+        """Bring a layer, or all, and what layers share, back to where it was."""
+        self.rollback()
+        if self._visible.is_offloaded:
+            with stored_tensors():
+                self._visible = self._visible.brought_back(layer)
 
     @exclusive
     def reset(self) -> None:
@@ -272,10 +285,7 @@ class Runtime(Exclusive):
             self.rollback()
             kept, recording, recorded_any = self._visible, self._recording, self._recorded_any
             with stored_tensors():
-                waiting = kept.waiting
-                if waiting is not None:
-                    waiting = replace(waiting, snapshot=_copied(waiting.snapshot))
-                self._visible = Visible(_copied(kept.snapshot), waiting)
+                self._visible = kept.copied()
         try:
             yield
         finally:
@@ -290,10 +300,7 @@ class Runtime(Exclusive):
         self.rollback()
         twin = Runtime(self.composition, self.geometry, rotary=rotary, element_bytes=element_bytes)
         with stored_tensors():
-            waiting = self.waiting
-            if waiting is not None:
-                waiting = replace(waiting, snapshot=_copied(waiting.snapshot))
-            twin._visible = Visible(_copied(self.snapshot), waiting)
+            twin._visible = self._visible.copied()
         twin.clock = GenerationClock(self.clock.highest)
         twin.parent, twin.statistics = self.parent, self.statistics
         twin._recording, twin._recorded_any = self._recording, self._recorded_any
@@ -388,7 +395,3 @@ class Runtime(Exclusive):
 
 def _dropped(candidates: tuple[int, ...], kept: tuple[int, ...]) -> int:
     return sum(candidates) - sum(kept)
-
-
-def _copied(snapshot: Snapshot) -> Snapshot:
-    return replace(snapshot, rows=tuple(rows.copied() for rows in snapshot.rows))

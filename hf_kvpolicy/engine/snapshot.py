@@ -14,6 +14,7 @@ from torch import Tensor
 from ..contract import Generations
 from ..masks import MaskRecord
 from ..storage import DenseRows, RowMap
+from .placement import Moves, Placement
 from .queries import QueryWindow
 
 __all__ = ["Frontier", "OpenSegment", "Snapshot"]
@@ -80,6 +81,13 @@ class OpenSegment:
         queries = tuple(q.index_select(0, index_B.to(q.device)) for q in self.queries_BQWD)
         return replace(self, queries_BQWD=queries, window=None if self.window is None else self.window.batch(index_B))
 
+    def to(self, place: Placement, move: Moves) -> OpenSegment:
+        """Return the segment with its held queries on the devices given."""
+        queries = tuple(move(held, device) for held, device in zip(self.queries_BQWD, place.layers, strict=False))
+        return replace(
+            self, queries_BQWD=queries, window=None if self.window is None else move(self.window, place.shared)
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Snapshot:
@@ -109,6 +117,8 @@ class Snapshot:
     decision_epoch: int = 0
     # Columns fed when rows were last dropped; nothing before it can be rolled back.
     evicted_at_column: int = 0
+    # Where parts that were offloaded belong; None while nothing is away.
+    home: Placement | None = None
 
     @property
     def batch_size(self) -> int:
@@ -129,6 +139,40 @@ class Snapshot:
         """Return the map of all of a layer's slots."""
         base = self.map_of(layer)
         return base if self.tail is None else base.then(self.tail)
+
+    @property
+    def placement(self) -> Placement:
+        """Where the parts of a snapshot that holds rows lie."""
+        maps = tuple(part.live_BMW.device for part in self.maps)
+        return Placement(layers=tuple(rows.keys_BSCD.device for rows in self.rows), maps=maps, shared=maps[0])
+
+    def to(self, place: Placement, move: Moves) -> Snapshot:
+        """Return the snapshot with every part on the device given for it; a part that lies there is not copied."""
+        seen, shared, segment = self.frontier.seen_BF, place.shared, self.open_segment
+        return replace(
+            self,
+            frontier=self.frontier if seen is None else replace(self.frontier, seen_BF=move(seen, shared)),
+            rows=tuple(move(rows, device) for rows, device in zip(self.rows, place.layers, strict=True)),
+            maps=tuple(move(part, device) for part, device in zip(self.maps, place.maps, strict=True)),
+            tail=None if self.tail is None else move(self.tail, shared),
+            scores_LBSWX=None if self.scores_LBSWX is None else move(self.scores_LBSWX, shared),
+            open_segment=None if segment is None else segment.to(place, move),
+        )
+
+    def offloaded(self, layer: int | None, device: torch.device, move: Moves) -> Snapshot:
+        """Return the snapshot with a layer (all for None) on a device, and what layers share once all are there."""
+        if not self.rows:
+            return self
+        here = self.placement
+        home, there = self.home or here, here.without(layer, device)
+        return replace(self.to(there, move), home=None if there == home else home)
+
+    def brought_back(self, layer: int | None, move: Moves) -> Snapshot:
+        """Return the snapshot with a layer (all for None), and what layers share, where it was before."""
+        if self.home is None:
+            return self
+        there = self.placement.back(layer, self.home)
+        return replace(self.to(there, move), home=None if there == self.home else self.home)
 
     def batch(self, index: Sequence[int]) -> Snapshot:
         """Return the snapshot with its batch rows selected, repeated or reordered; buffers are copied."""

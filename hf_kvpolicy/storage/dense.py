@@ -122,6 +122,17 @@ class DenseRows:
             pinned_keys_BSPD=None if pinned is None else pinned.clone(),
         )
 
+    def to(self, device: torch.device) -> DenseRows:
+        """Return the buffers on another device; self when they lie there."""
+        if device == self.keys_BSCD.device:
+            return self
+        pinned = self.pinned_keys_BSPD
+        return DenseRows(
+            keys_BSCD=self.keys_BSCD.to(device),
+            values_BSCD=self.values_BSCD.to(device),
+            pinned_keys_BSPD=None if pinned is None else pinned.to(device),
+        )
+
     def tensors(self) -> tuple[Tensor, ...]:
         """Return every tensor this object keeps alive."""
         pinned = () if self.pinned_keys_BSPD is None else (self.pinned_keys_BSPD,)

@@ -76,7 +76,9 @@ class RowMap:
         return RowMap(columns_BMW=self.columns_BMW, tokens_BMW=self.tokens_BMW, live_BMW=live, ordered=self.ordered)
 
     def to(self, device: torch.device) -> RowMap:
-        """Return the map on another device."""
+        """Return the map on another device; self when it lies there."""
+        if device == self.live_BMW.device:
+            return self
         columns, tokens, live = (part.to(device) for part in self._tensors())
         return RowMap(columns_BMW=columns, tokens_BMW=tokens, live_BMW=live, ordered=self.ordered)
 
