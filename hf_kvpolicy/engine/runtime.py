@@ -16,10 +16,10 @@ from ..positions import RotarySpec
 from ..storage import stored_tensors
 from .composition import Composition
 from .crop import cropped
-from .deferred import absorb_held, decide_appended
+from .deferred import absorb_held, decide_appended, laid_behind
 from .exclusive import SUPERSEDED, Exclusive, exclusive
 from .inputs import read_inputs
-from .plan import MAX_ROLLBACK_TOKENS, plan_step, selects_segments
+from .plan import MAX_ROLLBACK_TOKENS, budget_rows, plan_step, selects_segments
 from .published import RunStatistics, Visible, Waiting
 from .snapshot import Frontier, Snapshot
 from .step import Step
@@ -46,7 +46,7 @@ class Runtime(Exclusive):
         """
         super().__init__()
         self.composition, self.geometry = composition, geometry
-        self.rotary, self._element_bytes = rotary, element_bytes
+        self.rotary, self.element_bytes = rotary, element_bytes
         start = Generations(request=1, cache=0, policy=1, state=0)
         self.clock = GenerationClock(start)
         self._visible = Visible(Snapshot(generations=start, frontier=Frontier()))
@@ -160,17 +160,21 @@ class Runtime(Exclusive):
         if rejected >= waiting.length:
             self._visible = replace(self._visible, waiting=None)
             return
-        accepted = cropped(waiting.snapshot, rejected)
         # What was accepted decides, not what was fed: a draft rejected whole leaves one decode token. The first token
         # ever is a prompt, as it is without recording.
         segment = waiting.length - rejected > 1 or not self.snapshot.frontier.columns
         is_prompt = segment and (waiting.is_first or not by_crop)
+        if not is_prompt and self.snapshot.open_segment is not None:
+            # Decode tokens end a held prompt, as they do when they are fed.
+            self._close_prompt(waiting)
+            waiting = self.waiting or waiting
         holds = policy.carries_scores or (is_prompt and policy.evidence.window_queries > 0)
         if holds and rejected > MAX_ROLLBACK_TOKENS:
             raise CapacityError(
                 f"{rejected} tokens of a waiting prompt were rejected, but its queries are held for only "
                 f"{MAX_ROLLBACK_TOKENS} tokens beyond the window. Reject fewer, or feed the prompt before recording."
             )
+        accepted = cropped(waiting.snapshot, rejected)
         keep_open = policy.chunked_prefill == "hold" and not by_crop and not policy.is_positional
         if is_prompt and keep_open:
             if policy.carries_scores:
@@ -181,9 +185,7 @@ class Runtime(Exclusive):
         elif policy.bounds_every_step or (is_prompt and selects_segments(policy, self.snapshot)):
             self._decide(accepted, ends_prompt=is_prompt)
         else:
-            if not is_prompt:
-                accepted = replace(accepted, open_segment=self.snapshot.open_segment)
-            self._republish(accepted)
+            self._republish(accepted if is_prompt else replace(accepted, open_segment=None))
 
     @exclusive
     def crop(self, removed: int) -> None:
@@ -231,12 +233,8 @@ class Runtime(Exclusive):
         self.prefetch()
         with stored_tensors():
             self.accept(0, by_crop=False)
-            if self.snapshot.open_segment is None:
-                return
-            if selects_segments(self.composition, self.snapshot):
-                self._decide(self.snapshot, ends_prompt=True)
-            else:
-                self._republish(replace(self.snapshot, open_segment=None))
+            if self.snapshot.open_segment is not None:
+                self._close_prompt(None)
 
     @exclusive
     def batch(self, index: list[int]) -> None:
@@ -331,23 +329,6 @@ class Runtime(Exclusive):
         """Return the bytes of published K/V buffers (slack included)."""
         return sum(t.numel() * t.element_size() for rows in self.snapshot.rows for t in rows.tensors())
 
-    # -- planning -----------------------------------------------------------------------------------------------------
-
-    def budget_rows(self, frontier: Frontier, batch: int) -> tuple[int, ...]:
-        """Return the rows each owner may keep per batch row; fixed at the end of the first prompt."""
-        if self.snapshot.budget_rows is not None:
-            return self.snapshot.budget_rows
-        policy, geometry = self.composition, self.geometry
-        assert policy.budget is not None, "a policy that selects has a budget"
-        return tuple(
-            policy.budget.resolve_rows(
-                prompt_tokens=frontier.tokens,
-                owners_per_row=geometry.num_layers * policy.stored_heads(geometry),
-                row_bytes=geometry.row_bytes(self._element_bytes() if policy.budget.kind == "bytes" else 1),
-                minimum_rows=policy.minimum_rows,
-            )
-        )
-
     # -- publication --------------------------------------------------------------------------------------------------
 
     def open_transaction(self, *, state: bool) -> Transaction:
@@ -355,12 +336,22 @@ class Runtime(Exclusive):
         successor = self.clock.successor(self.snapshot.generations, state=state)
         return Transaction(self.snapshot.generations, successor, self.geometry.num_layers, self.observer)
 
-    def _decide(self, appended: Snapshot, *, ends_prompt: bool) -> None:
+    def _close_prompt(self, waiting: Waiting | None) -> None:
+        """Choose from the held prompt; tokens that wait are laid behind what stays, as if they were fed now."""
+        if selects_segments(self.composition, self.snapshot):
+            self._decide(self.snapshot, ends_prompt=True, waiting=waiting)
+        else:
+            self._republish(replace(self.snapshot, open_segment=None), waiting=waiting)
+
+    def _decide(self, appended: Snapshot, *, ends_prompt: bool, waiting: Waiting | None = None) -> None:
         transaction = self.open_transaction(state=True)
-        budget = self.budget_rows(appended.frontier, appended.batch_size)
+        budget = budget_rows(self, appended.frontier, appended.batch_size)
         try:
             successor, decider = decide_appended(self, appended, transaction, budget, ends_prompt=ends_prompt)
-            self._swap(transaction, successor, dropped=_dropped(appended.counts, decider.kept_counts))
+            if waiting is not None:
+                waiting = replace(waiting, snapshot=laid_behind(successor, waiting.snapshot, waiting.length))
+            dropped = _dropped(appended.counts, decider.kept_counts)
+            self._swap(transaction, successor, dropped=dropped, waiting=waiting)
         except BaseException:
             if transaction.is_open:
                 transaction.abort("the selection did not finish")

@@ -59,6 +59,11 @@ class RowMap:
         columns, tokens, live = (part[:, :, :slots].clone() for part in self._tensors())
         return RowMap(columns_BMW=columns, tokens_BMW=tokens, live_BMW=live, ordered=self.ordered)
 
+    def last(self, slots: int) -> RowMap:
+        """Return the map of the last slots (copied, like `first`)."""
+        columns, tokens, live = (part[:, :, part.shape[2] - slots :].clone() for part in self._tensors())
+        return RowMap(columns_BMW=columns, tokens_BMW=tokens, live_BMW=live, ordered=self.ordered)
+
     def gathered(self, index_BMK: Tensor, live_BMK: Tensor, *, ordered: bool) -> RowMap:
         """Return the map of the gathered slots; `live_BMK` marks which of them hold a row."""
         heads = index_BMK.shape[1]
