@@ -11,17 +11,17 @@ from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .backends import BACKENDS, admit_backend, backend_of, registered_name, stock_attention
 from .cache import PolicyCache
 from .compat import cache_of_call, set_implementation
-from .errors import UnsupportedModelError
+from .errors import ConfigError, UnsupportedModelError
 from .frame import enter_forward
 from .geometry import NAME_BRANCHING_MODEL_TYPES, text_config
 from .registry import model_patch
 
-__all__ = ["attach", "attached_backend", "detach", "unwrap"]
+__all__ = ["attach", "attached_backend", "detach", "model_and_config", "unwrap"]
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 
@@ -94,6 +94,21 @@ def unwrap(model: torch.nn.Module) -> PreTrainedModel:
             "PEFT wrapper of it."
         )
     return inner
+
+
+def model_and_config(given: Any) -> tuple[Any, Any]:
+    """Return (model or None, config of its text decoder) of what a cache is made from.
+
+    Raises:
+        ConfigError: it is neither a transformers model nor a config.
+    """
+    if isinstance(given, PreTrainedConfig):
+        model, config = None, given
+    elif isinstance(given, torch.nn.Module):
+        model, config = given, unwrap(given).config
+    else:
+        raise ConfigError(f"A policy cache is made from a transformers model or config; got {type(given).__name__}.")
+    return model, config if getattr(config, "is_encoder_decoder", False) else text_config(config)
 
 
 def _first_attention(decoder: torch.nn.Module) -> torch.nn.Module:

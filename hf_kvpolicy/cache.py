@@ -19,7 +19,7 @@ from .engine import Composition, RunStatistics, Runtime
 from .errors import BackendAdmissionError, ConfigError, IntegrityError
 from .fingerprint import checkpoint_fingerprint
 from .frame import STEP, LayerStep, active_cache
-from .geometry import CacheGeometry, text_config
+from .geometry import CacheGeometry
 from .layers import PolicyLayer
 from .ledger import Ledger, account
 from .positions import RotarySpec
@@ -54,7 +54,9 @@ class PolicyCache(Cache):  # type: ignore[misc]
             UnsupportedModelError: the family is not supported, or not with these positions.
             ConfigError: neither a model nor a config was given.
         """
-        model, config = _model_and_config(model_or_config)
+        from .attach import attach, model_and_config, unwrap
+
+        model, config = model_and_config(model_or_config)
         self._patch: ModelPatch = model_patch(config)
         self._geometry = CacheGeometry.from_config(config)
         self._decoder: weakref.ref[torch.nn.Module] | None = None
@@ -69,8 +71,6 @@ class PolicyCache(Cache):  # type: ignore[misc]
         )
         super().__init__(layers=[PolicyLayer(self, layer) for layer in range(self._geometry.num_layers)])
         if model is not None:
-            from .attach import attach, unwrap
-
             attach(model)
             self._bind(self._patch.decoder(unwrap(model)))
 
@@ -135,6 +135,22 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def is_initialized(self) -> bool:
         """Whether a token was ever fed."""
         return self._runtime.columns > 0
+
+    def offload(self, layer_idx: int | None = None, only_non_sliding: bool = True) -> None:
+        """Move what one layer holds, or everything, to the CPU; the next forward brings it back by itself.
+
+        What layers share (maps, carried scores) leaves with the last of them. What waits for acceptance moves along.
+        There is no `offloading=True`: transformers then swaps layers in and out during a forward, but a forward here
+        publishes all layers at once, so that all must be present.
+        """
+        if layer_idx is not None:
+            self._check_index(layer_idx, 0)
+        self._runtime.offload(layer_idx)
+
+    def prefetch(self, layer_idx: int | None = None, only_non_sliding: bool = True) -> None:
+        """Bring one layer, or everything, back to the device it was on before `offload`; nothing else changes."""
+        # transformers counts on in a circle after the last layer.
+        self._runtime.prefetch(None if layer_idx is None else layer_idx % self.num_layers)
 
     def reset(self) -> None:
         """Forget everything; the cache then serves a new request."""
@@ -219,11 +235,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
         Dense storage gives [B, S, W, D], ragged storage the flat slots [N, D].
         """
-        snapshot = self._runtime.snapshot
-        if snapshot.ragged:
-            flat = snapshot.ragged[layer].rows
-            return flat.keys_ND, flat.values_ND
-        return snapshot.rows[layer].view(snapshot.width) if snapshot.rows else (None, None)
+        return self._runtime.snapshot.view(layer)
 
     @property
     def manifest(self) -> KVVisibilityPolicyManifest:
@@ -383,15 +395,3 @@ def _weakly(method: Callable[[], _T]) -> Callable[[], _T]:
         return found()
 
     return call
-
-
-def _model_and_config(given: Any) -> tuple[Any, Any]:
-    if isinstance(given, PreTrainedConfig):
-        config = given
-        return None, config if getattr(config, "is_encoder_decoder", False) else text_config(config)
-    if isinstance(given, torch.nn.Module):
-        from .attach import unwrap
-
-        config = unwrap(given).config
-        return given, config if getattr(config, "is_encoder_decoder", False) else text_config(config)
-    raise ConfigError(f"A policy cache is made from a transformers model or config; got {type(given).__name__}.")

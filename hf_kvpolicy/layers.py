@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from .errors import ConfigError
+
 if TYPE_CHECKING:
     from .cache import PolicyCache
 
@@ -77,6 +79,29 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         """Return -1: any number of tokens may be fed."""
         return -1
+
+    def offload(self) -> None:
+        """Move what this layer holds to the CPU."""
+        self.cache.offload(self._layer)
+
+    def prefetch(self) -> None:
+        """Bring this layer back to the device it was on before `offload`."""
+        self.cache.prefetch(self._layer)
+
+    def reset(self) -> None:
+        """Empty the cache: one layer of it cannot be forgotten alone."""
+        self.cache.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Refuse: beams are reordered in all layers at once, by the cache.
+
+        Raises:
+            ConfigError: always; the message names the call to make.
+        """
+        raise ConfigError(
+            f"Layer {self._layer} of a policy cache cannot be reordered alone: its layers share rows, scores and "
+            "counters. Call cache.reorder_cache(beam_idx) once."
+        )
 
     def activate_past_recording(self) -> None:
         """Let finished forwards wait for acceptance."""

@@ -276,7 +276,9 @@ def _ragged_faults(snapshot: Snapshot, policy: Composition, heads: int) -> list[
 
 def _owner_faults(where: str, tokens: list[int], batch: int, snapshot: Snapshot, policy: Composition) -> list[str]:
     frontier = snapshot.frontier.tokens[batch]
-    budget = None if snapshot.budget_rows is None else snapshot.budget_rows[batch]
+    # A prompt that is held, chunk by chunk, is not yet chosen from.
+    is_bound = policy.bounds_every_step and snapshot.open_segment is None
+    budget = snapshot.budget_rows[batch] if is_bound and snapshot.budget_rows is not None else None
     faults = []
     if len(set(tokens)) != len(tokens):
         faults.append(f"{where} holds a token twice")
@@ -285,6 +287,6 @@ def _owner_faults(where: str, tokens: list[int], batch: int, snapshot: Snapshot,
     missing = {token for token in policy.pinned_tokens if token < frontier} - set(tokens)
     if missing:
         faults.append(f"{where} lost the protected tokens {sorted(missing)}")
-    if budget is not None and policy.bounds_every_step and len(tokens) > budget:
+    if budget is not None and len(tokens) > budget:
         faults.append(f"{where} holds {len(tokens)} rows over a budget of {budget}")
     return faults

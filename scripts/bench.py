@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_lib.curve import curve_measures
 from bench_lib.memory import byte_measures, child_report, peak_measures
 from bench_lib.models import POLICIES, stock_twin
 from bench_lib.report import Measure, environment, print_report, write_json
@@ -22,7 +23,7 @@ from script_lib.prompts import filler_ids
 
 PEAK_POLICY = "snapkv"
 PEAK_ROWS = 512
-PARTS = ("decode", "prefill", "bytes", "peak")
+PARTS = ("decode", "prefill", "bytes", "peak", "curve")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -34,6 +35,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, nargs="+", default=[128, 512], help="rows the policies hold")
     parser.add_argument("--rounds", type=int, default=30, help="interleaved rounds of a decode measure")
     parser.add_argument("--prefill-rounds", type=int, default=5)
+    parser.add_argument("--curve-steps", type=int, default=2000, help="decode steps of the time curve, tiny model")
     parser.add_argument("--quick", action="store_true", help="batch 1, context 1024, 128 rows, few rounds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
@@ -43,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.batches, arguments.contexts, arguments.rows = [1], [1024], [128]
-        arguments.rounds, arguments.prefill_rounds = 10, 3
+        arguments.rounds, arguments.prefill_rounds, arguments.curve_steps = 10, 3, 500
     return arguments
 
 
@@ -96,10 +98,13 @@ def main() -> int:
     if "peak" in arguments.parts:
         note("peak: two prefills in processes of their own")
         measures += peak_measures(child_arguments(arguments, name), PEAK_POLICY, 4096, PEAK_ROWS)
-    model = load_model(name, arguments.device, arguments.dtype)
-    stock = stock_twin(model)
     with torch.inference_mode():
-        measures += timed_parts(arguments, model, stock, filler)
+        if "curve" in arguments.parts:
+            note(f"curve: {arguments.curve_steps} decode steps of a tiny model, all policies side by side")
+            measures += curve_measures(arguments.device, arguments.curve_steps)
+        if set(arguments.parts) & {"decode", "prefill", "bytes"}:
+            model = load_model(name, arguments.device, arguments.dtype)
+            measures += timed_parts(arguments, model, stock_twin(model), filler)
     facts = environment(name, arguments.device, arguments.dtype)
     print_report(facts, measures)
     if arguments.out:

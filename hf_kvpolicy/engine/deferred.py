@@ -21,7 +21,7 @@ from .visibility import SeenRows, Visibility
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-__all__ = ["absorb_held", "decide_appended"]
+__all__ = ["absorb_held", "decide_appended", "laid_behind"]
 
 
 def decide_appended(
@@ -74,6 +74,36 @@ def decide_appended(
         open_segment=None,
         decision_epoch=snapshot.decision_epoch + 1,
         evicted_at_column=evicted,
+    )
+
+
+def laid_behind(chosen: Snapshot, waiting: Snapshot, length: int) -> Snapshot:
+    """Return a waiting snapshot whose last `length` columns follow the rows that were chosen from what it followed.
+
+    For decode tokens that were fed while a prompt was held: it is chosen from before they are accepted. Their keys and
+    values stay those of the forward that fed them.
+    """
+    assert waiting.tail is not None, "what waits was appended"
+    used, start, rows = waiting.width - length, chosen.width, []
+    for kept, fed in zip(chosen.rows, waiting.rows, strict=True):
+        larger = kept.grown(start, start + length)
+        larger.write(start, fed.keys_BSCD[:, :, used : used + length], fed.values_BSCD[:, :, used : used + length])
+        rows.append(larger)
+    new = waiting.tail.last(length)
+    new_counts = new.live_BMW[:, 0].sum(-1).tolist()
+    scores = chosen.scores_LBSWX
+    if scores is not None:
+        scores = torch.cat([scores, scores.new_zeros((*scores.shape[:3], length, scores.shape[4]))], dim=3)
+    return replace(
+        chosen,
+        frontier=waiting.frontier,
+        rows=tuple(rows),
+        tail=new,
+        counts=tuple(count + more for count, more in zip(chosen.counts, new_counts, strict=True)),
+        tail_counts=tuple(new_counts),
+        scores_LBSWX=scores,
+        open_segment=waiting.open_segment,
+        last_was_segment=waiting.last_was_segment,
     )
 
 

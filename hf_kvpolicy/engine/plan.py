@@ -12,13 +12,13 @@ from .inputs import ForwardInputs
 from .ragged import RaggedAppendStep, RaggedSegmentStep
 from .ring import RingStep
 from .segment import SegmentStep
-from .snapshot import Snapshot
+from .snapshot import Frontier, Snapshot
 from .step import Step
 
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-__all__ = ["MAX_ROLLBACK_TOKENS", "plan_step", "selects_segments"]
+__all__ = ["MAX_ROLLBACK_TOKENS", "budget_rows", "plan_step", "selects_segments"]
 
 # Queries held beyond the observation window while a prompt waits for acceptance.
 MAX_ROLLBACK_TOKENS = 64
@@ -29,7 +29,7 @@ def plan_step(runtime: Runtime, inputs: ForwardInputs) -> Step:
     policy, snapshot = runtime.composition, runtime.snapshot
     if runtime.recording or policy.schedule == "never" or _appends(runtime, inputs):
         return _append_step(runtime, inputs)
-    budget = runtime.budget_rows(inputs.frontier_after, inputs.batch)
+    budget = budget_rows(runtime, inputs.frontier_after, inputs.batch)
     if policy.storage == "ragged":
         _warn_consecutive(runtime, inputs)
         return RaggedSegmentStep(runtime, snapshot, inputs, runtime.open_transaction(state=True), budget)
@@ -48,7 +48,7 @@ def _appends(runtime: Runtime, inputs: ForwardInputs) -> bool:
     if policy.schedule == "end_of_prefill" and (decodes or (policy.on_append == "append" and snapshot.decision_epoch)):
         return True
     if policy.schedule == "when_full" and decodes:
-        budget = runtime.budget_rows(inputs.frontier_after, inputs.batch)
+        budget = budget_rows(runtime, inputs.frontier_after, inputs.batch)
         after = zip(snapshot.counts, inputs.new_tokens, budget, strict=True)
         return all(held + new <= rows for held, new, rows in after)
     return policy.chunked_prefill == "hold" and not policy.is_positional and not decodes
@@ -70,6 +70,22 @@ def _append_step(runtime: Runtime, inputs: ForwardInputs) -> AppendStep:
         wanted = policy.evidence.window_queries
         step.hold(wanted + rollback if wanted else 0)
     return step
+
+
+def budget_rows(runtime: Runtime, frontier: Frontier, batch: int) -> tuple[int, ...]:
+    """Return the rows each owner may keep per batch row; fixed at the end of the first prompt."""
+    if runtime.snapshot.budget_rows is not None:
+        return runtime.snapshot.budget_rows
+    policy, geometry = runtime.composition, runtime.geometry
+    assert policy.budget is not None, "a policy that selects has a budget"
+    return tuple(
+        policy.budget.resolve_rows(
+            prompt_tokens=frontier.tokens,
+            owners_per_row=geometry.num_layers * policy.stored_heads(geometry),
+            row_bytes=geometry.row_bytes(runtime.element_bytes() if policy.budget.kind == "bytes" else 1),
+            minimum_rows=policy.minimum_rows,
+        )
+    )
 
 
 def selects_segments(policy: Composition, snapshot: Snapshot) -> bool:

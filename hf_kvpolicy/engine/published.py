@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+from ..storage import DenseRows, RaggedRows
+from .placement import OFFLOAD_DEVICE, Moves
 from .snapshot import Snapshot
 
 __all__ = ["RunStatistics", "Visible", "Waiting"]
@@ -39,3 +42,37 @@ class Visible:
 
     snapshot: Snapshot
     waiting: Waiting | None = None
+
+    def each(self, act: Callable[[Snapshot], Snapshot]) -> Visible:
+        """Return both with an action on their snapshots."""
+        waiting = self.waiting
+        waiting = None if waiting is None else replace(waiting, snapshot=act(waiting.snapshot))
+        return Visible(act(self.snapshot), waiting)
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether a part of either is away from its device."""
+        waiting = self.waiting
+        return self.snapshot.home is not None or (waiting is not None and waiting.snapshot.home is not None)
+
+    def offloaded(self, layer: int | None) -> Visible:
+        """Return both with a layer, or all for None, on the CPU."""
+        move = Moves()
+        return self.each(lambda snapshot: snapshot.offloaded(layer, OFFLOAD_DEVICE, move))
+
+    def brought_back(self, layer: int | None) -> Visible:
+        """Return both with a layer, or all for None, where it was before."""
+        move = Moves()
+        return self.each(lambda snapshot: snapshot.brought_back(layer, move))
+
+    def copied(self) -> Visible:
+        """Return both with buffers of their own, which they share where these do; maps never change."""
+        copies: dict[int, DenseRows | RaggedRows] = {}
+
+        def copy(snapshot: Snapshot) -> Snapshot:
+            for rows in snapshot.buffers:
+                if id(rows) not in copies:
+                    copies[id(rows)] = rows.copied()
+            return snapshot.with_buffers([copies[id(rows)] for rows in snapshot.buffers])
+
+        return self.each(copy)

@@ -47,6 +47,13 @@ class QueryWindow:
             index_BW=None,
         )
 
+    def to(self, device: torch.device) -> QueryWindow:
+        """Return the window on another device; self when it lies there."""
+        if device == self.columns_BW.device:
+            return self
+        real, index = (None if part is None else part.to(device) for part in (self.real_BW, self.index_BW))
+        return QueryWindow(columns_BW=self.columns_BW.to(device), real_BW=real, index_BW=index)
+
     def tensors(self) -> tuple[Tensor, ...]:
         """Return every tensor this object keeps alive."""
         return tuple(part for part in (self.columns_BW, self.real_BW, self.index_BW) if part is not None)

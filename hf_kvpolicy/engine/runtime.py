@@ -16,12 +16,12 @@ from ..positions import RotarySpec
 from ..storage import stored_tensors
 from .composition import Composition
 from .crop import cropped
-from .deferred import absorb_held, decide_appended
+from .deferred import absorb_held, decide_appended, laid_behind
 from .exclusive import SUPERSEDED, Exclusive, exclusive
 from .inputs import read_inputs
-from .plan import MAX_ROLLBACK_TOKENS, plan_step, selects_segments
+from .plan import MAX_ROLLBACK_TOKENS, budget_rows, plan_step, selects_segments
 from .published import RunStatistics, Visible, Waiting
-from .ragged import decide_appended_ragged
+from .ragged import decide_appended_ragged, laid_behind_ragged
 from .snapshot import Frontier, Snapshot
 from .step import Step
 
@@ -47,7 +47,7 @@ class Runtime(Exclusive):
         """
         super().__init__()
         self.composition, self.geometry = composition, geometry
-        self.rotary, self._element_bytes = rotary, element_bytes
+        self.rotary, self.element_bytes = rotary, element_bytes
         start = Generations(request=1, cache=0, policy=1, state=0)
         self.clock = GenerationClock(start)
         self._visible = Visible(Snapshot(generations=start, frontier=Frontier()))
@@ -75,7 +75,7 @@ class Runtime(Exclusive):
     @exclusive
     def begin(self, module: torch.nn.Module, arguments: Mapping[str, Any]) -> None:
         """Open a forward: drop what a dead one left, validate, accept what waits, plan."""
-        self.rollback()
+        self.prefetch()
         with stored_tensors():
             inputs = read_inputs(module, arguments, self.snapshot if self.waiting is None else self.waiting.snapshot)
             self.accept(0, by_crop=False)
@@ -153,24 +153,29 @@ class Runtime(Exclusive):
         Raises:
             CapacityError: a waiting prompt would be cut deeper than its queries were held.
         """
-        waiting = self.waiting
+        if self.waiting is not None:
+            self.prefetch()
+        waiting, policy = self.waiting, self.composition
         if waiting is None:
             return
         if rejected >= waiting.length:
             self._visible = replace(self._visible, waiting=None)
             return
-        policy = self.composition
-        accepted = cropped(waiting.snapshot, rejected)
         # What was accepted decides, not what was fed: a draft rejected whole leaves one decode token. The first token
         # ever is a prompt, as it is without recording.
         segment = waiting.length - rejected > 1 or not self.snapshot.frontier.columns
         is_prompt = segment and (waiting.is_first or not by_crop)
+        if not is_prompt and self.snapshot.open_segment is not None:
+            # Decode tokens end a held prompt, as they do when they are fed.
+            self._close_prompt(waiting)
+            waiting = self.waiting or waiting
         holds = policy.carries_scores or (is_prompt and policy.evidence.window_queries > 0)
         if holds and rejected > MAX_ROLLBACK_TOKENS:
             raise CapacityError(
                 f"{rejected} tokens of a waiting prompt were rejected, but its queries are held for only "
                 f"{MAX_ROLLBACK_TOKENS} tokens beyond the window. Reject fewer, or feed the prompt before recording."
             )
+        accepted = cropped(waiting.snapshot, rejected)
         keep_open = policy.chunked_prefill == "hold" and not by_crop and not policy.is_positional
         if is_prompt and keep_open:
             if policy.carries_scores:
@@ -181,9 +186,7 @@ class Runtime(Exclusive):
         elif policy.bounds_every_step or (is_prompt and selects_segments(policy, self.snapshot)):
             self._decide(accepted, ends_prompt=is_prompt)
         else:
-            if not is_prompt:
-                accepted = replace(accepted, open_segment=self.snapshot.open_segment)
-            self._republish(accepted)
+            self._republish(accepted if is_prompt else replace(accepted, open_segment=None))
 
     @exclusive
     def crop(self, removed: int) -> None:
@@ -223,34 +226,42 @@ class Runtime(Exclusive):
         current = self.snapshot if self.waiting is None else self.waiting.snapshot
         return current.frontier.columns
 
-    # -- selections outside a forward
-    # -----------------------------------------------------------------------------------
+    # -- selections outside a forward ---------------------------------------------------------------------------------
 
     @exclusive
     def finish_prefill(self) -> None:
         """End a held prompt: accept what waits and select now."""
-        self.rollback()
+        self.prefetch()
         with stored_tensors():
             self.accept(0, by_crop=False)
-            if self.snapshot.open_segment is None:
-                return
-            if selects_segments(self.composition, self.snapshot):
-                self._decide(self.snapshot, ends_prompt=True)
-            else:
-                self._republish(replace(self.snapshot, open_segment=None))
+            if self.snapshot.open_segment is not None:
+                self._close_prompt(None)
 
     @exclusive
     def batch(self, index: list[int]) -> None:
         """Select, repeat or reorder batch rows of everything held, in one publication."""
         self.rollback()
         with stored_tensors():
-            waiting = self.waiting
-            if waiting is not None:
-                waiting = replace(waiting, snapshot=waiting.snapshot.batch(index))
+            successor = self._visible.each(lambda snapshot: snapshot.batch(index))
             if self.snapshot.buffers:
-                self._republish(self.snapshot.batch(index), waiting=waiting)
+                self._republish(successor.snapshot, waiting=successor.waiting)
             else:
-                self._visible = Visible(self.snapshot, waiting)
+                self._visible = successor
+
+    @exclusive
+    def offload(self, layer: int | None) -> None:
+        """Move a layer, or all for None, to the CPU, and what layers share with the last one; nothing else changes."""
+        self.rollback()
+        with stored_tensors():
+            self._visible = self._visible.offloaded(layer)
+
+    @exclusive
+    def prefetch(self, layer: int | None = None) -> None:
+        """Bring a layer, or all, and what layers share, back to where it was."""
+        self.rollback()
+        if self._visible.is_offloaded:
+            with stored_tensors():
+                self._visible = self._visible.brought_back(layer)
 
     @exclusive
     def reset(self) -> None:
@@ -273,10 +284,7 @@ class Runtime(Exclusive):
             self.rollback()
             kept, recording, recorded_any = self._visible, self._recording, self._recorded_any
             with stored_tensors():
-                waiting = kept.waiting
-                if waiting is not None:
-                    waiting = replace(waiting, snapshot=_copied(waiting.snapshot))
-                self._visible = Visible(_copied(kept.snapshot), waiting)
+                self._visible = kept.copied()
         try:
             yield
         finally:
@@ -291,10 +299,7 @@ class Runtime(Exclusive):
         self.rollback()
         twin = Runtime(self.composition, self.geometry, rotary=rotary, element_bytes=element_bytes)
         with stored_tensors():
-            waiting = self.waiting
-            if waiting is not None:
-                waiting = replace(waiting, snapshot=_copied(waiting.snapshot))
-            twin._visible = Visible(_copied(self.snapshot), waiting)
+            twin._visible = self._visible.copied()
         twin.clock = GenerationClock(self.clock.highest)
         twin.parent, twin.statistics = self.parent, self.statistics
         twin._recording, twin._recorded_any = self._recording, self._recorded_any
@@ -325,23 +330,6 @@ class Runtime(Exclusive):
         """Return the bytes of published K/V buffers (slack included)."""
         return sum(t.numel() * t.element_size() for rows in self.snapshot.buffers for t in rows.tensors())
 
-    # -- planning -----------------------------------------------------------------------------------------------------
-
-    def budget_rows(self, frontier: Frontier, batch: int) -> tuple[int, ...]:
-        """Return the rows each owner may keep per batch row; fixed at the end of the first prompt."""
-        if self.snapshot.budget_rows is not None:
-            return self.snapshot.budget_rows
-        policy, geometry = self.composition, self.geometry
-        assert policy.budget is not None, "a policy that selects has a budget"
-        return tuple(
-            policy.budget.resolve_rows(
-                prompt_tokens=frontier.tokens,
-                owners_per_row=geometry.num_layers * policy.stored_heads(geometry),
-                row_bytes=geometry.row_bytes(self._element_bytes() if policy.budget.kind == "bytes" else 1),
-                minimum_rows=policy.minimum_rows,
-            )
-        )
-
     # -- publication --------------------------------------------------------------------------------------------------
 
     def open_transaction(self, *, state: bool) -> Transaction:
@@ -349,13 +337,24 @@ class Runtime(Exclusive):
         successor = self.clock.successor(self.snapshot.generations, state=state)
         return Transaction(self.snapshot.generations, successor, self.geometry.num_layers, self.observer)
 
-    def _decide(self, appended: Snapshot, *, ends_prompt: bool) -> None:
+    def _close_prompt(self, waiting: Waiting | None) -> None:
+        """Choose from the held prompt; tokens that wait are laid behind what stays, as if they were fed now."""
+        if selects_segments(self.composition, self.snapshot):
+            self._decide(self.snapshot, ends_prompt=True, waiting=waiting)
+        else:
+            self._republish(replace(self.snapshot, open_segment=None), waiting=waiting)
+
+    def _decide(self, appended: Snapshot, *, ends_prompt: bool, waiting: Waiting | None = None) -> None:
         transaction = self.open_transaction(state=True)
-        budget = self.budget_rows(appended.frontier, appended.batch_size)
+        budget = budget_rows(self, appended.frontier, appended.batch_size)
         try:
             decide = decide_appended_ragged if appended.ragged else decide_appended
             successor = decide(self, appended, transaction, budget, ends_prompt=ends_prompt)
-            self._swap(transaction, successor, dropped=self._rows_of(appended) - self._rows_of(successor))
+            if waiting is not None:
+                lay = laid_behind_ragged if successor.ragged else laid_behind
+                waiting = replace(waiting, snapshot=lay(successor, waiting.snapshot, waiting.length))
+            dropped = self._rows_of(appended) - self._rows_of(successor)
+            self._swap(transaction, successor, dropped=dropped, waiting=waiting)
         except BaseException:
             if transaction.is_open:
                 transaction.abort("the selection did not finish")
@@ -388,11 +387,3 @@ class Runtime(Exclusive):
         )
         transaction.release()
         transaction.export()
-
-
-def _copied(snapshot: Snapshot) -> Snapshot:
-    return replace(
-        snapshot,
-        rows=tuple(rows.copied() for rows in snapshot.rows),
-        ragged=tuple(replace(layer, rows=layer.rows.copied()) for layer in snapshot.ragged),
-    )

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..contract import Generations
 from ..masks import MaskRecord
 from ..storage import DenseRows, RaggedLayer, RaggedMap, RaggedRows, RowMap
+from .placement import Moves, Placement
 from .queries import QueryWindow
 
 __all__ = ["Frontier", "OpenSegment", "Snapshot"]
@@ -80,6 +81,13 @@ class OpenSegment:
         queries = tuple(q.index_select(0, index_B.to(q.device)) for q in self.queries_BQWD)
         return replace(self, queries_BQWD=queries, window=None if self.window is None else self.window.batch(index_B))
 
+    def to(self, place: Placement, move: Moves) -> OpenSegment:
+        """Return the segment with its held queries on the devices given."""
+        queries = tuple(move(held, device) for held, device in zip(self.queries_BQWD, place.layers, strict=False))
+        return replace(
+            self, queries_BQWD=queries, window=None if self.window is None else move(self.window, place.shared)
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Snapshot:
@@ -112,6 +120,8 @@ class Snapshot:
     decision_epoch: int = 0
     # Columns fed when rows were last dropped; nothing before it can be rolled back.
     evicted_at_column: int = 0
+    # Where parts that were offloaded belong; None while nothing is away.
+    home: Placement | None = None
 
     @property
     def batch_size(self) -> int:
@@ -122,6 +132,18 @@ class Snapshot:
     def buffers(self) -> tuple[DenseRows | RaggedRows, ...]:
         """The K/V buffers of all layers; none before the first publication."""
         return self.rows or tuple(layer.rows for layer in self.ragged)
+
+    def with_buffers(self, buffers: Sequence[DenseRows | RaggedRows]) -> Snapshot:
+        """Return the snapshot over other buffers that hold the same rows in the same slots."""
+        return replace(
+            self,
+            rows=tuple(rows for rows in buffers if isinstance(rows, DenseRows)),
+            ragged=tuple(
+                RaggedLayer(rows=rows, map=layer.map)
+                for rows, layer in zip(buffers, self.ragged, strict=False)
+                if isinstance(rows, RaggedRows)
+            ),
+        )
 
     @property
     def layout(self) -> tuple[RowMap, ...] | tuple[RaggedMap, ...]:
@@ -142,6 +164,12 @@ class Snapshot:
     def tail_width(self) -> int:
         """Slots of the tail."""
         return self.tail.width if self.tail is not None else 0
+
+    def view(self, layer: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Return one layer's keys and values as they lie: slots in use [B, S, W, D], or all flat slots [N, D]."""
+        if self.ragged:
+            return self.ragged[layer].rows.keys_ND, self.ragged[layer].rows.values_ND
+        return self.rows[layer].view(self.width) if self.rows else (None, None)
 
     def owner_rows(self, layer: int, heads: int) -> list[list[int]]:
         """Return the live rows of one layer's owners, [B][S]."""
@@ -169,6 +197,44 @@ class Snapshot:
         """Return the map of all of a layer's slots."""
         base = self.map_of(layer)
         return base if self.tail is None else base.then(self.tail)
+
+    @property
+    def placement(self) -> Placement:
+        """Where the parts of a snapshot that holds rows lie."""
+        maps = tuple(part.device for part in self.layout)
+        return Placement(layers=tuple(rows.device for rows in self.buffers), maps=maps, shared=maps[0])
+
+    def to(self, place: Placement, move: Moves) -> Snapshot:
+        """Return the snapshot with every part on the device given for it; a part that lies there is not copied."""
+        seen, shared, segment = self.frontier.seen_BF, place.shared, self.open_segment
+        return replace(
+            self,
+            frontier=self.frontier if seen is None else replace(self.frontier, seen_BF=move(seen, shared)),
+            rows=tuple(move(rows, device) for rows, device in zip(self.rows, place.layers, strict=not self.ragged)),
+            maps=tuple(move(part, device) for part, device in zip(self.maps, place.maps, strict=not self.ragged)),
+            ragged=tuple(
+                RaggedLayer(rows=move(layer.rows, device), map=move(layer.map, at))
+                for layer, device, at in zip(self.ragged, place.layers, place.maps, strict=not self.rows)
+            ),
+            tail=None if self.tail is None else move(self.tail, shared),
+            scores_LBSWX=None if self.scores_LBSWX is None else move(self.scores_LBSWX, shared),
+            open_segment=None if segment is None else segment.to(place, move),
+        )
+
+    def offloaded(self, layer: int | None, device: torch.device, move: Moves) -> Snapshot:
+        """Return the snapshot with a layer (all for None) on a device, and what layers share once all are there."""
+        if not self.buffers:
+            return self
+        here = self.placement
+        home, there = self.home or here, here.without(layer, device)
+        return replace(self.to(there, move), home=None if there == home else home)
+
+    def brought_back(self, layer: int | None, move: Moves) -> Snapshot:
+        """Return the snapshot with a layer (all for None), and what layers share, where it was before."""
+        if self.home is None:
+            return self
+        there = self.placement.back(layer, self.home)
+        return replace(self.to(there, move), home=None if there == self.home else self.home)
 
     def batch(self, index: Sequence[int]) -> Snapshot:
         """Return the snapshot with its batch rows selected, repeated or reordered; buffers are copied."""

@@ -40,6 +40,8 @@ class LayerObservation:
     # Which rows the observed queries see; None for evidence that needs no queries.
     visibility: Visibility | None
     scaling: float
+    # Which of the layer's stored heads is the first one observed: owners of unequal length come one by one.
+    first_head: int = 0
     # States that rows carry, [B, S, N, X]; None for evidence without any.
     state_BSNX: Tensor | None = None
 

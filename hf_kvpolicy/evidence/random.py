@@ -31,7 +31,7 @@ class SeededRandom:
 
     def votes(self, seen: LayerObservation, *, group: str, score_heads: int) -> Tensor:
         """Return hashed scores [B, S, N] fp32."""
-        heads = torch.arange(score_heads, device=seen.tokens_BMN.device).view(1, -1, 1)
+        heads = seen.first_head + torch.arange(score_heads, device=seen.tokens_BMN.device).view(1, -1, 1)
         state = mix_bits(seen.tokens_BMN.long() + 1)
         state = mix_bits(state ^ mix_bits(heads + 1 + 0x10001 * (seen.layer + 1)))
         return unit_interval(mix_bits(state ^ mix_bits(torch.tensor(self.seed, device=state.device))))

@@ -65,6 +65,11 @@ class DenseRows:
         return self.keys_BSCD.shape[2]
 
     @property
+    def device(self) -> torch.device:
+        """Where the rows lie."""
+        return self.keys_BSCD.device
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one K/V row pair of one stored head."""
         key_bytes = self.keys_BSCD.shape[3] * self.keys_BSCD.element_size()
@@ -120,6 +125,17 @@ class DenseRows:
             keys_BSCD=self.keys_BSCD.clone(),
             values_BSCD=self.values_BSCD.clone(),
             pinned_keys_BSPD=None if pinned is None else pinned.clone(),
+        )
+
+    def to(self, device: torch.device) -> DenseRows:
+        """Return the buffers on another device; self when they lie there."""
+        if device == self.keys_BSCD.device:
+            return self
+        pinned = self.pinned_keys_BSPD
+        return DenseRows(
+            keys_BSCD=self.keys_BSCD.to(device),
+            values_BSCD=self.values_BSCD.to(device),
+            pinned_keys_BSPD=None if pinned is None else pinned.to(device),
         )
 
     def tensors(self) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ Letters: N flat slots or rows, O owners, B batch rows, S stored heads, T new row
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -35,7 +35,7 @@ class RaggedMap:
 
     @classmethod
     def of(cls, owners: Sequence[tuple[Tensor, Tensor]], heads: int) -> RaggedMap:
-        """Return the map of (columns, tokens) per owner, each 1-D and ascending."""
+        """Return the map of (columns, tokens) per owner, each 1-D and ascending; at least one owner."""
         columns = torch.cat([pair[0] for pair in owners])
         lengths = tuple(pair[0].shape[0] for pair in owners)
         return cls(
@@ -51,6 +51,18 @@ class RaggedMap:
         """Return a map in which no owner holds a row."""
         nothing = torch.empty(0, dtype=torch.int32, device=device)
         return cls.of([(nothing, nothing)] * (batch * heads), heads)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the map lies."""
+        return self.tokens_N.device
+
+    def to(self, device: torch.device) -> RaggedMap:
+        """Return the map on another device; self when it lies there."""
+        if device == self.device:
+            return self
+        columns, tokens, lengths = (part.to(device) for part in self.tensors())
+        return replace(self, columns_N=columns, tokens_N=tokens, lengths_O=lengths)
 
     @property
     def batch_size(self) -> int:
@@ -78,6 +90,11 @@ class RaggedMap:
 
     def batch(self, index: Sequence[int]) -> RaggedMap:
         """Return the map with its batch rows selected, repeated or reordered."""
+        if not index:
+            return replace(
+                self, columns_N=self.columns_N[:0].clone(), tokens_N=self.tokens_N[:0].clone(),
+                lengths_O=self.lengths_O[:0].clone(), lengths=(),
+            )  # fmt: skip
         owners = self._by_owner()
         return RaggedMap.of([owners[o] for o in _owners_of(index, self.heads)], self.heads)
 
@@ -94,8 +111,8 @@ class RaggedMap:
         return self.columns_N, self.tokens_N, self.lengths_O
 
     def _by_owner(self) -> list[tuple[Tensor, Tensor]]:
-        columns, tokens = torch.split(self.columns_N, self.lengths), torch.split(self.tokens_N, self.lengths)
-        return list(zip(columns, tokens, strict=True))
+        lengths = list(self.lengths)
+        return list(zip(torch.split(self.columns_N, lengths), torch.split(self.tokens_N, lengths), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -124,6 +141,18 @@ class RaggedRows:
             )
 
     @property
+    def device(self) -> torch.device:
+        """Where the rows lie."""
+        return self.keys_ND.device
+
+    def to(self, device: torch.device) -> RaggedRows:
+        """Return the buffers on another device; self when they lie there."""
+        if device == self.device:
+            return self
+        keys, values, starts = (part.to(device) for part in self.tensors())
+        return replace(self, keys_ND=keys, values_ND=values, starts_O=starts)
+
+    @property
     def slots(self) -> int:
         """Slots of all owners."""
         return self.keys_ND.shape[0]
@@ -150,7 +179,7 @@ class RaggedRows:
     def write(self, lengths_O: Tensor, behind: int, keys_BSTD: Tensor, values_BSTD: Tensor) -> None:
         """Write T rows of every owner `behind` slots after its first `lengths_O` ones."""
         batch, heads, rows, _ = keys_BSTD.shape
-        slots = (self.starts_O + lengths_O).long() + behind
+        slots = (self.starts_O + lengths_O.to(self.starts_O.device)).long() + behind
         if rows > 1:
             slots = (slots[:, None] + torch.arange(rows, device=slots.device)).flatten()
         self.keys_ND.index_copy_(0, slots, keys_BSTD.reshape(batch * heads * rows, -1))
@@ -170,7 +199,7 @@ class RaggedRows:
             starts=self.starts,
             lengths=tuple(length + behind for length in base.lengths),
             starts_O=self.starts_O,
-            base_lengths_O=base.lengths_O,
+            base_lengths_O=base.lengths_O.to(self.starts_O.device),
             tail_rows=behind,
         )
 

@@ -33,6 +33,11 @@ class RowMap:
         return cls(columns_BMW=numbers, tokens_BMW=numbers, live_BMW=numbers.bool(), ordered=True)
 
     @property
+    def device(self) -> torch.device:
+        """Where the map lies."""
+        return self.live_BMW.device
+
+    @property
     def width(self) -> int:
         """Slots described."""
         return self.live_BMW.shape[2]
@@ -59,6 +64,11 @@ class RowMap:
         columns, tokens, live = (part[:, :, :slots].clone() for part in self._tensors())
         return RowMap(columns_BMW=columns, tokens_BMW=tokens, live_BMW=live, ordered=self.ordered)
 
+    def last(self, slots: int) -> RowMap:
+        """Return the map of the last slots (copied, like `first`)."""
+        columns, tokens, live = (part[:, :, part.shape[2] - slots :].clone() for part in self._tensors())
+        return RowMap(columns_BMW=columns, tokens_BMW=tokens, live_BMW=live, ordered=self.ordered)
+
     def gathered(self, index_BMK: Tensor, live_BMK: Tensor, *, ordered: bool) -> RowMap:
         """Return the map of the gathered slots; `live_BMK` marks which of them hold a row."""
         heads = index_BMK.shape[1]
@@ -76,7 +86,9 @@ class RowMap:
         return RowMap(columns_BMW=self.columns_BMW, tokens_BMW=self.tokens_BMW, live_BMW=live, ordered=self.ordered)
 
     def to(self, device: torch.device) -> RowMap:
-        """Return the map on another device."""
+        """Return the map on another device; self when it lies there."""
+        if device == self.live_BMW.device:
+            return self
         columns, tokens, live = (part.to(device) for part in self._tensors())
         return RowMap(columns_BMW=columns, tokens_BMW=tokens, live_BMW=live, ordered=self.ordered)
 

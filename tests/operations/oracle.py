@@ -141,9 +141,11 @@ class Oracle:
         if waiting is None or rejected >= waiting.length:
             return
         first = self.columns
-        self._take([row[: len(row) - rejected] for row in waiting.new])
         # What was accepted decides; the first token ever is a prompt.
         is_prompt = (waiting.length - rejected > 1 or not first) and (waiting.is_first or not by_crop)
+        if not is_prompt:
+            self.finish()  # decode tokens end a held prompt
+        self._take([row[: len(row) - rejected] for row in waiting.new])
         if is_prompt and self._selects() and self.hold and not by_crop:
             if not self.is_open and waiting.length > 1:
                 self.is_open, self.open_start = True, first

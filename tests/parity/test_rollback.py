@@ -11,6 +11,7 @@ from helpers import (
     case_id,
     forward,
     generate,
+    kept_positions,
     left_padded,
     policies,
     policy_units,
@@ -317,3 +318,40 @@ def test_assisted_ids_equal_greedy_ids_where_decode_only_appends(name: str) -> N
     plain = generate(model, prompt(30), kv.make_cache(name, model, **small_options(name)), 12)
     helped = kv.make_cache(name, model, **small_options(name))
     assert torch.equal(generate(model, prompt(30), helped, 12, assistant_model=assistant), plain)
+
+
+ENDED_BY_A_PROMPT: list[tuple[str, dict[str, Any]]] = [
+    ("snapkv", {"budget": 8, "window": 3}),
+    ("snapkv", {"budget": 8, "window": 3, "owner": "query_head"}),
+    ("random", {"budget": 8, "window": 3, "unit": "token"}),
+]
+EVERY_STEP: list[tuple[str, dict[str, Any]]] = [
+    ("h2o", {"budget": 8}),
+    ("keyformer", {"budget": 8, "variant": "reference"}),
+    ("scissorhands", {"budget": 8, "recent": 2, "history": 12}),
+]
+# Where every step decides, two accepted tokens are one decision and two that are fed are two.
+DRAFTS = [*((case, n) for case in ENDED_BY_A_PROMPT for n in (1, 2)), *((case, 1) for case in EVERY_STEP)]
+
+
+@pytest.mark.parametrize(("case", "accepted"), DRAFTS, ids=case_id)
+def test_accepted_decode_tokens_end_a_held_prompt(case: Any, accepted: int) -> None:
+    """As tokens that are fed one by one do."""
+    model, ids = tiny("llama", layers=1), prompt(30)
+    cache, fed = (make(case, model, chunked_prefill="hold") for _ in range(2))
+    with torch.no_grad():
+        forward(model, ids[:, :14], fed)
+        cache.activate_past_recording()
+        forward(model, ids[:, :14], cache)
+        forward(model, ids[:, 14:18], cache)
+        cache.crop(accepted - 4)
+        for column in range(14, 14 + accepted):
+            forward(model, ids[:, column : column + 1], fed)
+    assert cache._runtime.snapshot.open_segment is None
+    assert kept_positions(cache) == kept_positions(fed)
+    cache.check_integrity()
+    cache.set_recording(False)
+    with torch.no_grad():
+        last = [forward(model, ids[:, 14 + accepted : 15 + accepted], each) for each in (cache, fed)]
+    torch.testing.assert_close(*last, atol=1e-5, rtol=1e-4)
+    assert kept_positions(cache) == kept_positions(fed)

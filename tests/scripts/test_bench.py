@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_lib.curve import CONTROL, curve_measures, tenths
 from bench_lib.memory import dynamic_cache_bytes, formula_bytes
-from bench_lib.models import stock_twin
+from bench_lib.models import POLICIES, stock_twin
 from bench_lib.report import Measure, print_report, write_json
 from bench_lib.timing import Contender, _ratio, interleaved
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -75,6 +76,23 @@ def test_stock_twin_shares_weights_but_not_the_config(model: LlamaForCausalLM) -
     assert {p.data_ptr() for p in twin.parameters()} == {p.data_ptr() for p in model.parameters()}
     assert twin.config is not model.config
     assert twin.model.layers[0].self_attn.config is twin.config
+
+
+def test_a_curve_is_the_median_of_each_tenth() -> None:
+    seconds = [0.001 * (1 + step // 4) for step in range(40)]
+    seconds[1] = 5.0  # one slow step does not move a median
+    assert tenths(seconds) == pytest.approx(list(range(1, 11)))
+
+
+def test_the_curve_covers_every_policy_and_the_control() -> None:
+    with torch.inference_mode():
+        measures = list(curve_measures("cpu", steps=10))
+    assert [measure.name.split(", ")[0] for measure in measures] == ["stock", *POLICIES]
+    assert measures[0].name.startswith(CONTROL)
+    assert all(len(measure.details["ms"]) == 10 and measure.details["ratios"][0] == 1.0 for measure in measures)
+    assert {measure.name.split(", ")[0] for measure in measures if measure.target is None} == {
+        "stock", "snapkv", "random",
+    }  # fmt: skip
 
 
 def test_report_is_written_with_its_raw_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

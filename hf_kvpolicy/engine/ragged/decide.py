@@ -178,6 +178,7 @@ class RaggedDecider:
             tokens_BMN=table.tokens_BMW,
             visibility=None if seen is None else seen.seen(row, table),
             scaling=1.0 if seen is None else seen.scaling,
+            first_head=head,
         )
         group = 1 if queries is None else queries.shape[1]
         return self._policy.evidence.votes(observation, group=self._policy.group, score_heads=group)[0]

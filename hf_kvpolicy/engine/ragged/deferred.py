@@ -6,10 +6,11 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from ...contract import Phase, Transaction
-from ...storage import RowMap
+from ...storage import RaggedLayer, RowMap
 from ..queries import windowed
 from ..snapshot import Snapshot
 from .decide import RaggedDecider
@@ -18,7 +19,7 @@ from .owners import LiveTail, OwnerCandidates, OwnerQueries
 if TYPE_CHECKING:
     from ..runtime import Runtime
 
-__all__ = ["decide_appended_ragged"]
+__all__ = ["decide_appended_ragged", "laid_behind_ragged"]
 
 
 def decide_appended_ragged(
@@ -62,6 +63,29 @@ def decide_appended_ragged(
         open_segment=None,
         decision_epoch=snapshot.decision_epoch + 1,
         evicted_at_column=snapshot.frontier.columns if decider.drops_rows else snapshot.evicted_at_column,
+    )
+
+
+def laid_behind_ragged(chosen: Snapshot, waiting: Snapshot, length: int) -> Snapshot:
+    """Return a waiting snapshot whose last `length` columns follow the rows that were chosen; see `laid_behind`."""
+    assert waiting.tail is not None, "what waits was appended"
+    used, layers = waiting.tail_width - length, []
+    for kept, fed in zip(chosen.ragged, waiting.ragged, strict=True):
+        base, shape = fed.map.lengths, (chosen.batch_size, kept.map.heads, length, -1)
+        parts = [fed.rows.owner(owner, rows + used + length) for owner, rows in enumerate(base)]
+        keys, values = (torch.cat([part[which][-length:] for part in parts]).view(shape) for which in (0, 1))
+        larger = kept.rows.grown(kept.map.lengths, [rows + length for rows in kept.map.lengths])
+        larger.write(kept.map.lengths_O, 0, keys, values)
+        layers.append(RaggedLayer(rows=larger, map=kept.map))
+    new = waiting.tail.last(length)
+    return replace(
+        chosen,
+        frontier=waiting.frontier,
+        ragged=tuple(layers),
+        tail=new,
+        tail_counts=tuple(new.live_BMW[:, 0].sum(-1).tolist()),
+        open_segment=waiting.open_segment,
+        last_was_segment=waiting.last_was_segment,
     )
 
 
