@@ -16,6 +16,7 @@ import torch
 from bench_lib.curve import curve_measures
 from bench_lib.memory import byte_measures, child_report, peak_measures
 from bench_lib.models import POLICIES, stock_twin
+from bench_lib.ragged import ragged_measures
 from bench_lib.report import Measure, environment, print_report, write_json
 from bench_lib.timing import Case, decode_measures, prefill_measures
 from script_lib.loading import DTYPES, load_model, load_tokenizer, resolve_model, use_threads
@@ -23,7 +24,7 @@ from script_lib.prompts import filler_ids
 
 PEAK_POLICY = "snapkv"
 PEAK_ROWS = 512
-PARTS = ("decode", "prefill", "bytes", "peak", "curve")
+PARTS = ("decode", "prefill", "bytes", "peak", "curve", "ragged")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -84,6 +85,13 @@ def child_arguments(arguments: argparse.Namespace, name: str) -> list[str]:
 def main() -> int:
     arguments = parse_arguments()
     use_threads(arguments.threads)
+    measures: list[Measure] = []
+    if "ragged" in arguments.parts:
+        note("ragged: attention alone, no model")
+        with torch.inference_mode():
+            measures += ragged_measures(arguments.device, DTYPES[arguments.dtype], arguments.batches, arguments.rounds)
+    if arguments.parts == ["ragged"]:
+        return report(arguments, "", measures)
     name = resolve_model(arguments.model)
     tokenizer = load_tokenizer(name)
     # The peak is always taken at 4096 tokens: a shorter prompt's cache does not show in a process's peak.
@@ -94,7 +102,6 @@ def main() -> int:
         with torch.inference_mode():
             print(json.dumps(child_report(model, filler, policy, 4096, PEAK_ROWS)))
         return 0
-    measures: list[Measure] = []
     if "peak" in arguments.parts:
         note("peak: two prefills in processes of their own")
         measures += peak_measures(child_arguments(arguments, name), PEAK_POLICY, 4096, PEAK_ROWS)
@@ -105,6 +112,10 @@ def main() -> int:
         if set(arguments.parts) & {"decode", "prefill", "bytes"}:
             model = load_model(name, arguments.device, arguments.dtype)
             measures += timed_parts(arguments, model, stock_twin(model), filler)
+    return report(arguments, name, measures)
+
+
+def report(arguments: argparse.Namespace, name: str, measures: list[Measure]) -> int:
     facts = environment(name, arguments.device, arguments.dtype)
     print_report(facts, measures)
     if arguments.out:

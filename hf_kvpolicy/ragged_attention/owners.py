@@ -4,7 +4,7 @@ One call serves several owners where one strided view shows them all: a rectangl
 at even distances. Rows are never copied to make one.
 
 Letters: B batch rows, S stored heads, O owners (B * S), Q query heads, G query heads per owner, T queries, D head
-dimension, n rows of one owner.
+dimension, n rows of one owner, R owners of one bucket.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ __all__ = ["attend_owners", "buckets"]
 # SDPA on CPU shares out heads among threads, but not the rows of one head. One owner's queries are then faster as
 # heads over a KV head of stride zero; in larger groups reading the rows once for all queries outweighs the threads.
 _LARGEST_SHARED_GROUP = 4
+# Putting fewer owners together takes longer than a call for each.
+_LEAST_BUCKET = 4
 
 
 def attend_owners(
@@ -41,28 +43,23 @@ def attend_owners(
     batch, heads, tokens, dim = query_BQTD.shape
     owners = len(view.starts)
     group = batch * heads // owners
-    query_O = query_BQTD.reshape(owners, 1, group, tokens, dim).unbind(0)
-    outputs: dict[int, Tensor] = {}
-    if masks is None and len(set(view.lengths)) < owners:
-        for bucket in buckets(view):
-            if len(bucket) > 1:
-                query_1QTD = torch.cat([query_O[owner] for owner in bucket], dim=1)
-                outputs.update(zip(bucket, _attend_bucket(query_1QTD, view, bucket, scaling, dropout), strict=True))
     fold = tokens == 1 and not _threads_share_heads(query_BQTD, group)
-    sharing, rows_of_query = (1, group) if fold else (group, tokens)
-    for owner in range(owners):
-        if owner in outputs:
-            continue
-        keys_nD, values_nD = view.owner(owner)
-        outputs[owner] = functional.scaled_dot_product_attention(
-            query_O[owner].view(1, sharing, rows_of_query, dim),
-            keys_nD.expand(1, sharing, -1, -1),
-            values_nD.expand(1, sharing, -1, -1),
-            attn_mask=None if masks is None else masks[owner],
-            dropout_p=dropout,
-            scale=scaling,
-        )
-    together = torch.cat([outputs[owner].view(1, group, tokens, -1) for owner in range(owners)])
+    # What SDPA takes for heads and for queries: the group's queries as rows of one head, or as heads on the same rows.
+    sharing, width = (1, group) if fold else (group, tokens)
+    query_O = query_BQTD.reshape(owners, 1, sharing, width, dim).unbind(0)
+    outputs = _attend_buckets(query_O, view, group, scaling, dropout) if masks is None else {}
+    keys_1HND, values_1HND = view.keys_ND.expand(1, sharing, -1, -1), view.values_ND.expand(1, sharing, -1, -1)
+    for owner, (start, rows) in enumerate(zip(view.starts, view.lengths, strict=True)):
+        if owner not in outputs:
+            outputs[owner] = functional.scaled_dot_product_attention(
+                query_O[owner],
+                keys_1HND.narrow(2, start, rows),
+                values_1HND.narrow(2, start, rows),
+                attn_mask=None if masks is None else masks[owner],
+                dropout_p=dropout,
+                scale=scaling,
+            )
+    together = torch.cat([outputs[owner] for owner in range(owners)])
     if tokens == 1:
         return together.view(batch, 1, heads, -1)
     return together.view(batch, heads, tokens, -1).transpose(1, 2).contiguous()
@@ -83,20 +80,22 @@ def buckets(view: RaggedView) -> list[list[int]]:
     return runs
 
 
-def _attend_bucket(
-    query_1QTD: Tensor, view: RaggedView, bucket: list[int], scaling: float, dropout: float
-) -> tuple[Tensor, ...]:
-    part = RaggedView(
-        keys_ND=view.keys_ND,
-        values_ND=view.values_ND,
-        heads=len(bucket),
-        starts=tuple(view.starts[owner] for owner in bucket),
-        lengths=tuple(view.lengths[owner] for owner in bucket),
-    )
-    rectangle = part.rectangle()
-    assert rectangle is not None
-    output_1TQD = grouped_attention(query_1QTD, *rectangle, None, scaling=scaling, dropout=dropout)
-    return output_1TQD.transpose(1, 2).chunk(len(bucket), dim=1)
+def _attend_buckets(
+    query_O: Sequence[Tensor], view: RaggedView, group: int, scaling: float, dropout: float
+) -> dict[int, Tensor]:
+    """Return the outputs of owners that share a bucket, shaped like their queries."""
+    outputs: dict[int, Tensor] = {}
+    if len(view.lengths) - len(set(view.lengths)) < _LEAST_BUCKET - 1:
+        return outputs
+    _, sharing, width, dim = query_O[0].shape
+    for bucket in buckets(view):
+        if len(bucket) >= _LEAST_BUCKET:
+            query_1QTD = torch.cat([query_O[owner] for owner in bucket]).view(1, len(bucket) * group, -1, dim)
+            keys_1RnD, values_1RnD = view.together(bucket)
+            output_1TQD = grouped_attention(query_1QTD, keys_1RnD, values_1RnD, None, scaling=scaling, dropout=dropout)
+            shares = output_1TQD.transpose(1, 2).reshape(len(bucket), sharing, width, -1).chunk(len(bucket))
+            outputs.update(zip(bucket, shares, strict=True))
+    return outputs
 
 
 def _stacked(masks: Sequence[Tensor | None], view: RaggedView) -> Tensor:

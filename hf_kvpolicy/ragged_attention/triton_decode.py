@@ -8,10 +8,12 @@ Importing this module imports triton. Letters: O owners, G query heads per owner
 V value dimension; blocks are padded to powers of two in registers only.
 """
 
+# Kernels are no Python functions: triton takes their annotations for types of its own.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -23,36 +25,22 @@ from ..storage import RaggedView
 __all__ = ["attend_decode"]
 
 _LOG2_E = 1.4426950408889634
+# tl.dot takes no smaller side.
+_LEAST_SIDE = 16
+# What a block of keys takes in shared memory, several of which are in flight: fits the smallest supported devices.
+_BLOCK_BYTES, _MOST_BLOCK_ROWS = 1 << 14, 64
 # A split of fewer blocks costs more in joining than its program gains.
 _LEAST_BLOCKS_PER_SPLIT = 4
 _PROGRAMS_PER_PROCESSOR = 2
 
 
-@triton.jit(do_not_specialize=["tail_rows", "rows_per_split"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tail_rows", "rows_per_split"])
 def _decode_kernel(
-    query_OGD: Any,
-    keys_ND: Any,
-    values_ND: Any,
-    starts_O: Any,
-    base_lengths_O: Any,
-    sums_OKGV: Any,
-    maxima_OKG: Any,
-    weights_OKG: Any,
-    scale: Any,
-    tail_rows: Any,
-    rows_per_split: Any,
-    key_slot: Any,
-    key_within: Any,
-    value_slot: Any,
-    value_within: Any,
-    GROUP: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    query_OGD, keys_ND, values_ND, starts_O, base_lengths_O, sums_OKGV, maxima_OKG, weights_OKG,
+    scale, tail_rows, rows_per_split, key_slot, key_within, value_slot, value_within,
+    GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Unnormalised sum of values, maximum logit (base 2) and sum of weights of one split of one owner."""
     owner, split = tl.program_id(0), tl.program_id(1)
     start = tl.load(starts_O + owner).to(tl.int64)
@@ -101,12 +89,12 @@ def _decode_kernel(
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _join_kernel(
-    sums_OKGV: Any,
-    maxima_OKG: Any,
-    weights_OKG: Any,
-    output_OGV: Any,
+    sums_OKGV,
+    maxima_OKG,
+    weights_OKG,
+    output_OGV,
     GROUP: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -136,7 +124,8 @@ def attend_decode(query_BQTD: Tensor, view: RaggedView, *, scaling: float, split
     assert tokens == 1
     owners, value_dim, device = len(view.starts), view.values_ND.shape[1], query_BQTD.device
     group = batch * heads // owners
-    block_rows = 64 if max(key_dim, value_dim) <= 128 else 32
+    block_d, block_v = _block(key_dim), _block(value_dim)
+    block_rows = _block_rows(max(block_d, block_v), query_BQTD.element_size())
     longest_blocks = max(1, -(-max(view.lengths) // block_rows))
     splits = splits or _splits(device, owners, longest_blocks)
     query_OGD = query_BQTD.reshape(owners, group, key_dim).contiguous()
@@ -145,14 +134,13 @@ def attend_decode(query_BQTD: Tensor, view: RaggedView, *, scaling: float, split
     maxima_OKG = torch.empty((owners, splits, group), dtype=torch.float32, device=device)
     weights_OKG = torch.empty_like(maxima_OKG)
     output_OGV = torch.empty((owners, group, value_dim), dtype=query_BQTD.dtype, device=device)
-    block_v = _block(value_dim)
     with torch.cuda.device_of(query_BQTD):
         _decode_kernel[(owners, splits)](
             query_OGD, view.keys_ND, view.values_ND, starts_O, base_lengths_O, sums_OKGV, maxima_OKG, weights_OKG,
             scaling * _LOG2_E, view.tail_rows, -(-longest_blocks // splits) * block_rows,
             *view.keys_ND.stride(), *view.values_ND.stride(),
             GROUP=group, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-            BLOCK_G=_block(group), BLOCK_D=_block(key_dim), BLOCK_V=block_v, BLOCK_N=block_rows,
+            BLOCK_G=_block(group), BLOCK_D=block_d, BLOCK_V=block_v, BLOCK_N=block_rows,
         )  # fmt: skip
         _join_kernel[(owners, group)](
             sums_OKGV, maxima_OKG, weights_OKG, output_OGV,
@@ -162,7 +150,11 @@ def attend_decode(query_BQTD: Tensor, view: RaggedView, *, scaling: float, split
 
 
 def _block(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))  # tl.dot takes no smaller side
+    return max(_LEAST_SIDE, int(triton.next_power_of_2(size)))
+
+
+def _block_rows(block_dim: int, element_bytes: int) -> int:
+    return max(_LEAST_SIDE, min(_MOST_BLOCK_ROWS, _BLOCK_BYTES // (block_dim * element_bytes)))
 
 
 def _splits(device: torch.device, owners: int, longest_blocks: int) -> int:

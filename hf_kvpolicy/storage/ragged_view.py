@@ -6,6 +6,7 @@ owner, D head dimension.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import add
@@ -71,7 +72,16 @@ class RaggedView:
             return None
         if any(after - before != spacing for before, after in pairwise(starts)):
             return None
-        return self._strided(self.keys_ND, rows, spacing), self._strided(self.values_ND, rows, spacing)
+        return self._strided(self.batch, self.heads, rows, starts[0], spacing)
+
+    def together(self, owners: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return keys and values of some owners as strided views [1, len(owners), n, D].
+
+        They must be equally long and lie at even, ascending distances, as `ragged_attention` finds them.
+        """
+        first, rows = self.starts[owners[0]], self.lengths[owners[0]]
+        spacing = self.starts[owners[1]] - first if len(owners) > 1 else rows
+        return self._strided(1, len(owners), rows, first, spacing)
 
     def on_device(self) -> tuple[Tensor, Tensor]:
         """Return `starts_O` and `base_lengths_O`, copied to the rows' device where they were not given."""
@@ -82,10 +92,19 @@ class RaggedView:
             base = torch.tensor([n - self.tail_rows for n in self.lengths], dtype=torch.int32, device=device)
         return starts, base
 
-    def _strided(self, flat_ND: Tensor, rows: int, spacing: int) -> Tensor:
-        slot, within = flat_ND.stride()
-        return flat_ND.as_strided(
-            (self.batch, self.heads, rows, flat_ND.shape[1]),
-            (self.heads * spacing * slot, spacing * slot, slot, within),
-            flat_ND.storage_offset() + self.starts[0] * slot,
+    def _strided(self, batch: int, heads: int, rows: int, first: int, spacing: int) -> tuple[Tensor, Tensor]:
+        keys_ND, values_ND = self.keys_ND, self.values_ND
+        key_slot, key_within = keys_ND.stride()
+        value_slot, value_within = values_ND.stride()
+        return (
+            keys_ND.as_strided(
+                (batch, heads, rows, keys_ND.shape[1]),
+                (heads * spacing * key_slot, spacing * key_slot, key_slot, key_within),
+                keys_ND.storage_offset() + first * key_slot,
+            ),
+            values_ND.as_strided(
+                (batch, heads, rows, values_ND.shape[1]),
+                (heads * spacing * value_slot, spacing * value_slot, value_slot, value_within),
+                values_ND.storage_offset() + first * value_slot,
+            ),
         )

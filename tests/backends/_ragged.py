@@ -20,6 +20,7 @@ def ragged_view(
     dtype: torch.dtype = torch.float32,
     tail_rows: int = 0,
     seed: int = 0,
+    device: str = "cpu",
 ) -> RaggedView:
     """Owners in order, `gaps[o]` dead slots before each and one behind the last."""
     generator = torch.Generator().manual_seed(seed)
@@ -34,7 +35,12 @@ def ragged_view(
         for flat in (keys, values):
             flat[start : start + rows] = torch.randn(rows, flat.shape[1], generator=generator)
     return RaggedView(
-        keys_ND=keys, values_ND=values, heads=heads, starts=tuple(starts), lengths=tuple(lengths), tail_rows=tail_rows
+        keys_ND=keys.to(device),
+        values_ND=values.to(device),
+        heads=heads,
+        starts=tuple(starts),
+        lengths=tuple(lengths),
+        tail_rows=tail_rows,
     )
 
 
