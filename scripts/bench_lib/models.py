@@ -12,7 +12,10 @@ from transformers import DynamicCache
 import hf_kvpolicy as kv
 from hf_kvpolicy.compat import cache_argument
 
-POLICIES = ("streaming_llm", "sliding_window", "snapkv", "random", "h2o", "scissorhands", "keyformer")
+DENSE = ("streaming_llm", "sliding_window", "snapkv", "random", "h2o", "scissorhands", "keyformer")
+# Their rows are stored ragged; they are compared with snapkv, which holds as many rows in a rectangle.
+RAGGED = ("pyramidkv", "zigzagkv", "adakv")
+POLICIES = (*DENSE, *RAGGED)
 
 
 def stock_twin(model: Any) -> Any:
