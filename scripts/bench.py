@@ -1,4 +1,4 @@
-"""Decode time, prefill time, bytes and peak memory of policies against transformers' own cache, with targets.
+"""Time, bytes and peak memory of policies against transformers' own cache, with targets.
 
 A script to read, not a test: times on a shared machine vary. docs/benchmarks.md tells how to read them.
 """
@@ -17,12 +17,14 @@ from bench_lib.memory import byte_measures, child_report, peak_measures
 from bench_lib.models import POLICIES, stock_twin
 from bench_lib.report import Measure, environment, print_report, write_json
 from bench_lib.timing import Case, decode_measures, prefill_measures
+from bench_lib.transient import transient_measure
 from script_lib.loading import DTYPES, load_model, load_tokenizer, resolve_model, use_threads
 from script_lib.prompts import filler_ids
 
 PEAK_POLICY = "snapkv"
 PEAK_ROWS = 512
-PARTS = ("decode", "prefill", "bytes", "peak")
+TRANSIENT_TOKENS = (4096, 8192)
+PARTS = ("decode", "prefill", "bytes", "peak", "transient")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -99,6 +101,9 @@ def main() -> int:
     model = load_model(name, arguments.device, arguments.dtype)
     stock = stock_twin(model)
     with torch.inference_mode():
+        if "transient" in arguments.parts:
+            note("transient: one layer's evidence over two lengths")
+            measures.append(transient_measure(model, *TRANSIENT_TOKENS))
         measures += timed_parts(arguments, model, stock, filler)
     facts = environment(name, arguments.device, arguments.dtype)
     print_report(facts, measures)
