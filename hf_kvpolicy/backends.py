@@ -22,6 +22,7 @@ __all__ = [
     "admit_backend",
     "attend_view",
     "backend_of",
+    "computes_like_blocks",
     "grouped_attention",
     "registered_name",
     "run_stock",
@@ -135,6 +136,19 @@ class _ModuleUnder(_Under):
     def __init__(self, module: torch.nn.Module, backend: str) -> None:
         super().__init__(module)
         self.config = _ConfigUnder(module.config, backend)
+
+
+def computes_like_blocks(backend: str, tensors: tuple[Tensor, ...], arguments: dict[str, Any]) -> bool:
+    """Whether a softmax over blocks of queries does what the backend would do, up to the order of sums.
+
+    That is SDPA on a CPU in fp32, without dropout and without a graph. Elsewhere the backend's own kernel is faster, or
+    rounds in its own way.
+    """
+    if backend != "sdpa" or arguments.get("dropout") or any(arguments.get(name) is not None for name in _UNHANDLED):
+        return False
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return False
+    return all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors)
 
 
 def attend_view(

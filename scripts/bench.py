@@ -1,4 +1,4 @@
-"""Decode time, prefill time, bytes and peak memory of policies against transformers' own cache, with targets.
+"""Time, bytes and peak memory of policies against transformers' own cache, with targets.
 
 A script to read, not a test: times on a shared machine vary. docs/benchmarks.md tells how to read them.
 """
@@ -19,12 +19,14 @@ from bench_lib.models import POLICIES, stock_twin
 from bench_lib.ragged import ragged_measures
 from bench_lib.report import Measure, environment, print_report, write_json
 from bench_lib.timing import Case, decode_measures, prefill_measures
+from bench_lib.transient import transient_measure
 from script_lib.loading import DTYPES, load_model, load_tokenizer, resolve_model, use_threads
 from script_lib.prompts import filler_ids
 
 PEAK_POLICY = "snapkv"
 PEAK_ROWS = 512
-PARTS = ("decode", "prefill", "bytes", "peak", "curve", "ragged")
+TRANSIENT_TOKENS = (4096, 8192)
+PARTS = ("decode", "prefill", "bytes", "peak", "curve", "ragged", "transient")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -109,8 +111,11 @@ def main() -> int:
         if "curve" in arguments.parts:
             note(f"curve: {arguments.curve_steps} decode steps of a tiny model, all policies side by side")
             measures += curve_measures(arguments.device, arguments.curve_steps)
-        if set(arguments.parts) & {"decode", "prefill", "bytes"}:
+        if set(arguments.parts) & {"decode", "prefill", "bytes", "transient"}:
             model = load_model(name, arguments.device, arguments.dtype)
+            if "transient" in arguments.parts:
+                note("transient: one layer's evidence over two lengths")
+                measures.append(transient_measure(model, *TRANSIENT_TOKENS))
             measures += timed_parts(arguments, model, stock_twin(model), filler)
     return report(arguments, name, measures)
 

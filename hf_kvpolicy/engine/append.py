@@ -57,8 +57,10 @@ class AppendStep(Step):
         return rows.view(used + length) if used else (keys_BHTD, values_BHTD)
 
     def attended(self, layer: int, query_BQTD: Tensor, step: LayerStep, record: MaskRecord, scaling: float) -> None:
-        if self.carry is not None:
-            self._observe(layer, query_BQTD.detach(), step, record)
+        if self.carry is not None and not self.carry.holds_logits:
+            with stored_tensors():
+                view, visibility, keys = self.view_map(layer), self.visibility(record), step.keys.detach()
+                self._states[layer] = self.carry.states(layer, query_BQTD.detach(), keys, view, visibility)
         if self.holds_queries is not None:
             before = self.snapshot.open_segment
             if self._window is not None:
@@ -72,17 +74,32 @@ class AppendStep(Step):
             self.note_transient(0)
         self.transaction.enter_through(layer, Phase.PACK)
 
-    def _observe(self, layer: int, query_BQTD: Tensor, step: LayerStep, record: MaskRecord) -> None:
-        """Update the rows' states; held queries count when they are accepted."""
-        assert self.carry is not None
-        with stored_tensors():
-            states = self.carry.states(layer, step.keys)
-            waiting = min(self.inputs.length, self.holds_queries or 0)
-            if waiting < self.inputs.length:
-                view, visibility = self.view_map(layer), self.visibility(record)
-                keys = step.keys.detach()
-                self.carry.observe(layer, states, query_BQTD, keys, view, visibility, leaving=waiting)
-            self._states[layer] = states
+    @property
+    def waiting_queries(self) -> int:
+        return min(self.inputs.length, self.holds_queries or 0)
+
+    def _states_after(self) -> Tensor | None:
+        """Return the states of all layers' rows; held queries count when they are accepted."""
+        if self.carry is None:
+            return self.snapshot.scores_LBSWX
+        if self._states:
+            return torch.stack([self._states[i] for i in range(len(self._states))])
+        old = self.snapshot.scores_LBSWX
+        assert old is not None, "rows that were appended before carry states"
+        states = torch.cat([old, torch.zeros_like(old[:, :, :, : self.inputs.length])], dim=3)
+        self.note_transient(self.carry.held_bytes)
+        if not self.waiting_queries:
+            self.carry.add_held_(states, self._row_tokens())
+        return states
+
+    def _row_tokens(self) -> Tensor:
+        """Return the token positions of the attended rows; one layer where all share them."""
+        maps = self.snapshot.maps
+        parts = [torch.stack([part.tokens_BMW for part in maps])]
+        for shared in (self.snapshot.tail, self.new_map()):
+            if shared is not None:
+                parts.append(shared.tokens_BMW.expand(len(maps), -1, parts[0].shape[2], -1))
+        return torch.cat(parts, dim=3)
 
     def successor(self) -> Snapshot:
         old, layers = self.snapshot, self.runtime.geometry.num_layers
@@ -94,7 +111,6 @@ class AppendStep(Step):
             # Where the held queries came from is of no use later, and would keep a larger tensor alive.
             window = None if self._window is None else replace(self._window, index_BW=None)
             segment = replace(self._segment, queries_BQWD=queries, window=window)
-        states = torch.stack([self._states[i] for i in range(layers)]) if self._states else None
         ends_prompt = self.inputs.length > 1 and not self.runtime.recording
         tail_before = old.tail_counts or (0,) * self.inputs.batch
         return replace(
@@ -104,7 +120,7 @@ class AppendStep(Step):
             **self.placed(),
             tail=tail,
             tail_counts=tuple(a + b for a, b in zip(tail_before, self.inputs.new_tokens, strict=True)),
-            scores_LBSWX=states,
+            scores_LBSWX=self._states_after(),
             segment_tokens=self.inputs.frontier_after.tokens if ends_prompt else old.segment_tokens,
             open_segment=segment,
             last_was_segment=self.inputs.length > 1,

@@ -1,19 +1,32 @@
 """Rows' states during one forward: made, updated by the forward's queries, handed to the selection.
 
-Letters: B batch rows, Q query heads, S stored heads, T queries, N attended rows, D head dimension, X state channels.
+A prompt's queries are added layer by layer. One decode token's logits are held until the last layer, so that all layers
+are updated at once: the cost does not grow with Python calls per layer.
+
+Letters: L layers, B batch rows, Q query heads, S stored heads, G query heads of one, T queries, N attended rows, M map
+heads, D head dimension, X state channels.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..backends import computes_like_blocks
 from ..evidence import CarriedEvidence, QueryBlock
 from ..storage import RowMap, stored_tensors
-from .evidence_blocks import attend_with_logits, observe_queries, query_clock, workspace_bytes
+from .evidence_blocks import (
+    SegmentQueries,
+    attend_queries,
+    attend_with_logits,
+    layers_at_once,
+    observe_queries,
+    query_clock,
+    workspace_bytes,
+)
 from .visibility import Visibility
 
 if TYPE_CHECKING:
@@ -30,7 +43,8 @@ class Carry:
         # The step owns this object; a strong reference back would keep a forward's tensors until a collection runs.
         self._reference = weakref.ref(step)
         self._group = step.runtime.composition.group
-        self._blocks: dict[int, QueryBlock] = {}
+        self._logits: dict[int, Tensor] = {}
+        self._attended: dict[int, Tensor] = {}
         self._tokens_BT: Tensor | None = None
         self._clock_BT: Tensor | None = None
 
@@ -60,27 +74,87 @@ class Carry:
             self._clock_BT = query_clock(self.query_tokens_BT, start, self.is_prompt)
         return self._clock_BT
 
+    @property
+    def holds_logits(self) -> bool:
+        """Whether a decode token's logits wait to be added, in all layers at once."""
+        return bool(self._logits)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the logits that wait."""
+        return sum(logits.numel() * logits.element_size() for logits in self._logits.values())
+
     def attend_one(
-        self, layer: int, query_BQ1D: Tensor, keys_BSND: Tensor, values_BSND: Tensor, view: RowMap, mask: Tensor | None
+        self, layer: int, query_BQ1D: Tensor, keys_BSND: Tensor, values_BSND: Tensor, mask_BMTN: Tensor | None
     ) -> Tensor:
-        """Attend with one decode query, keeping its logits: output and evidence share one softmax. [B, 1, Q, D]."""
-        scaling = self._step.scaling
-        output, logits, attention = attend_with_logits(query_BQ1D, keys_BSND, values_BSND, mask, scaling)
-        with stored_tensors():
-            block = QueryBlock(
-                layer=layer,
-                logits_BSGTN=logits.detach(),
-                query_tokens_BT=self.query_tokens_BT,
-                row_tokens_BMN=view.tokens_BMW,
-                real_BT=self._step.inputs.real_BT,
-                clock_BT=self.clock_BT,
-                dtype=keys_BSND.dtype,
-                computed_BSGTN=attention.detach(),
-            )
-        self._blocks[layer] = block
+        """Attend with one decode query, holding its logits. [B, 1, Q, D]."""
+        output, logits = attend_with_logits(query_BQ1D, keys_BSND, values_BSND, mask_BMTN, self._step.scaling)
+        self._logits[layer] = logits.detach()
         return output
 
-    def states(self, layer: int, keys_BSND: Tensor) -> Tensor:
+    def shares_softmax(
+        self, backend: str, query_BQTD: Tensor, keys_BSND: Tensor, values_BSND: Tensor, arguments: dict[str, Any]
+    ) -> bool:
+        """Whether a prompt's output may come from the softmax that evidence takes.
+
+        Evidence must read every query, and rows be dropped: a prompt that is kept whole equals the stock cache's.
+        """
+        if self.evidence.last_queries is not None or not self._step.drops_rows or query_BQTD.shape[2] == 1:
+            return False
+        return computes_like_blocks(backend, (query_BQTD, keys_BSND, values_BSND), arguments)
+
+    def attend_prompt(
+        self,
+        layer: int,
+        query_BQTD: Tensor,
+        keys_BSND: Tensor,
+        values_BSND: Tensor,
+        view: RowMap,
+        visibility: Visibility,
+    ) -> Tensor:
+        """Attend with a prompt's queries and add them to the states at once. [B, T, Q, D]."""
+        with stored_tensors():
+            states = self._fresh(layer, keys_BSND)
+            queries = self._queries(layer, query_BQTD, keys_BSND, view, visibility)
+            output = attend_queries(self.evidence, self._group, states, queries, values_BSND)
+            self._attended[layer] = states
+        return output
+
+    def states(self, layer: int, query_BQTD: Tensor, keys_BSND: Tensor, view: RowMap, visibility: Visibility) -> Tensor:
+        """Return a layer's states over the attended rows with this forward's queries, but the waiting ones, added."""
+        attended = self._attended.pop(layer, None)
+        if attended is not None:
+            return attended
+        states = self._fresh(layer, keys_BSND)
+        logits, end = self._logits.pop(layer, None), query_BQTD.shape[2] - self._step.waiting_queries
+        if logits is not None and end:
+            self.evidence.observe_(states, self._block(layer, logits, view.tokens_BMW), self._group)
+        elif end:
+            # Where pads follow a row's tokens, its last queries are not the last columns.
+            keep_all = not self._step.inputs.left_padded
+            queries = self._queries(layer, query_BQTD, keys_BSND, view, visibility)
+            observe_queries(self.evidence, self._group, states, queries, stop=end, keep_all=keep_all)
+        return states
+
+    def add_held_(self, states_LBSNX: Tensor, tokens_LBMN: Tensor) -> None:
+        """Add a decode token's held logits to the states of all layers, in place. `tokens`: L or 1 where all share."""
+        held = [self._logits.pop(layer) for layer in range(len(self._logits))]
+        tokens = tokens_LBMN.expand(len(held), -1, -1, -1)
+        width = layers_at_once(held[0])
+        for start in range(0, len(held), width):
+            part = slice(start, start + width)
+            logits = torch.stack([one.to(states_LBSNX.device) for one in held[part]])
+            layers, batch = logits.shape[:2]
+            layer_B = torch.arange(start, start + layers, device=logits.device).repeat_interleave(batch)
+            block = self._block(layer_B, logits.flatten(0, 1), tokens[part].flatten(0, 1), repeats=layers)
+            self.evidence.observe_(states_LBSNX[part].view(-1, *states_LBSNX.shape[2:]), block, self._group)
+
+    def workspace_bytes(self, query_BQTD: Tensor, states_BSNX: Tensor) -> int:
+        """Return the bytes alive at once while a layer's queries are observed, its states included."""
+        states_bytes = states_BSNX.numel() * states_BSNX.element_size()
+        return states_bytes + workspace_bytes(self.evidence, query_BQTD, states_BSNX.shape[2])
+
+    def _fresh(self, layer: int, keys_BSND: Tensor) -> Tensor:
         """Return a layer's states over the attended rows: published ones, then zeros for this forward's own rows."""
         batch, stored, rows, _ = keys_BSND.shape
         shape = (batch, stored, rows, self.evidence.channels)
@@ -90,31 +164,23 @@ class Carry:
             states[:, :, : old.shape[3]] = old[layer].to(states.device)
         return states
 
-    def workspace_bytes(self, query_BQTD: Tensor, states_BSNX: Tensor) -> int:
-        """Return the bytes alive at once while a layer's queries are observed, its states included."""
-        states_bytes = states_BSNX.numel() * states_BSNX.element_size()
-        return states_bytes + workspace_bytes(self.evidence, query_BQTD, states_BSNX.shape[2])
+    def _block(self, layer: int | Tensor, logits_BSGTN: Tensor, tokens_BMN: Tensor, *, repeats: int = 1) -> QueryBlock:
+        """Return this forward's one query as a block; `repeats` layers may be folded into the batch."""
+        real = self._step.inputs.real_BT
+        return QueryBlock(
+            layer=layer,
+            logits_BSGTN=logits_BSGTN,
+            query_tokens_BT=self.query_tokens_BT.repeat(repeats, 1),
+            row_tokens_BMN=tokens_BMN,
+            real_BT=None if real is None else real.repeat(repeats, 1),
+            clock_BT=self.clock_BT.repeat(repeats, 1),
+            dtype=self._step.snapshot.rows[0].keys_BSCD.dtype,
+        )
 
-    def observe(
-        self,
-        layer: int,
-        states_BSNX: Tensor,
-        query_BQTD: Tensor,
-        keys_BSND: Tensor,
-        view: RowMap,
-        visibility: Visibility,
-        *,
-        leaving: int = 0,
-    ) -> None:
-        """Add this forward's queries, but the last `leaving`, to the states, in place."""
-        block = self._blocks.pop(layer, None)
-        if block is not None and not leaving:
-            self.evidence.observe_(states_BSNX, block, self._group)
-            return
-        observe_queries(
-            self.evidence,
-            self._group,
-            states_BSNX,
+    def _queries(
+        self, layer: int, query_BQTD: Tensor, keys_BSND: Tensor, view: RowMap, visibility: Visibility
+    ) -> SegmentQueries:
+        return SegmentQueries(
             layer=layer,
             queries_BQTD=query_BQTD,
             columns_BT=self._step.query_columns(),
@@ -125,7 +191,4 @@ class Carry:
             view=view,
             visibility=visibility,
             scaling=self._step.scaling,
-            stop=query_BQTD.shape[2] - leaving,
-            # Where pads follow a row's tokens, its last queries are not the last columns.
-            keep_all=not self._step.inputs.left_padded,
         )

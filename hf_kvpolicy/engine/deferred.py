@@ -12,7 +12,7 @@ from ..contract import Phase, Transaction
 from ..evidence import CarriedEvidence
 from ..storage import RowMap
 from .decide import Candidates, Decider, Observed
-from .evidence_blocks import observe_queries, query_clock
+from .evidence_blocks import SegmentQueries, observe_queries, query_clock
 from .queries import QueryWindow, windowed
 from .snapshot import OpenSegment, Snapshot
 from .view import published_keys
@@ -150,10 +150,7 @@ def _states(
     visibility = Visibility(
         record=segment.rule, columns_after=snapshot.frontier.columns, dense=False, changed_mask_BF=None
     )
-    observe_queries(
-        evidence,
-        runtime.composition.group,
-        states,
+    queries = SegmentQueries(
         layer=layer,
         queries_BQTD=segment.queries_BQWD[layer],
         columns_BT=columns,
@@ -164,8 +161,8 @@ def _states(
         view=table,
         visibility=visibility,
         scaling=segment.scaling,
-        keep_all=True,
     )
+    observe_queries(evidence, runtime.composition.group, states, queries, keep_all=True)
     return states
 
 

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from ..contract import Transaction
-from ..frame import LayerStep
-from ..masks import MaskRecord
 from ..storage import RowMap
 from .decide import check_finite
 from .inputs import ForwardInputs
@@ -68,12 +66,11 @@ class EvictStep(OneTokenStep):
         self.rows[layer] = rows
         return rows.view(self.width_after)
 
-    def attended(self, layer: int, query_BQTD: Tensor, step: LayerStep, record: MaskRecord, scaling: float) -> None:
+    def successor(self) -> Snapshot:
         assert self.carry is not None, "only carried evidence is decided this way"
-        with torch.no_grad():
-            states = self._states_LBSWX[layer]
-            self.carry.observe(layer, states, query_BQTD, step.keys, self.view_map(layer), self.visibility(record))
-        super().attended(layer, query_BQTD, step, record, scaling)
+        self.note_transient(self.carry.held_bytes)
+        self.carry.add_held_(self._states_LBSWX, self._tokens_LBMW)
+        return super().successor()
 
     def maps_after(self, over: list[bool]) -> tuple[RowMap, ...]:
         return self._maps(self._without_weakest(over)) if any(over) else self.candidate_maps

@@ -1,13 +1,15 @@
 """Logits of every query over the rows it sees: one decode query with its output, or a prompt in blocks.
 
 Memory of a prompt's evidence does not grow with the square of its length: a block of queries is sized so that its
-logits and weights stay within a fixed workspace.
+logits and weights stay within a fixed workspace. Where a prompt's output may be computed here, one softmax serves both.
 
 Letters: B batch rows, Q query heads, S stored heads, G query heads of one, T queries, N rows, D head dimension.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,8 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "WORKSPACE_BYTES",
+    "SegmentQueries",
+    "attend_queries",
     "attend_with_logits",
     "block_queries",
+    "layers_at_once",
     "observe_queries",
     "query_clock",
     "workspace_bytes",
@@ -31,35 +36,86 @@ __all__ = [
 # Transient of scoring one layer, and what one logit of it costs: logit, weight and a temporary, fp32.
 WORKSPACE_BYTES = 64 << 20
 _COPIES_BYTES = 12
+# Blocks whose output is wanted are at most this share of the segment (but not tiny): what they compute above the
+# diagonal is thrown away.
+_LARGEST_SHARE, _SMALLEST_QUERIES = 16, 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SegmentQueries:
+    """The queries of one layer's segment and the rows they may see; the newest rows are their own, in order."""
+
+    layer: int
+    queries_BQTD: Tensor
+    columns_BT: Tensor
+    query_tokens_BT: Tensor
+    # Which queries are real tokens; None when all are.
+    real_BT: Tensor | None
+    clock_BT: Tensor
+    keys_BSND: Tensor
+    view: RowMap
+    visibility: Visibility
+    scaling: float
+
+    def blocks(self, first: int, end: int, width: int) -> Iterator[tuple[slice, int, QueryBlock]]:
+        """Yield the queries from `first` to `end`, `width` at a time: (which, rows that any of them sees, block)."""
+        total = self.queries_BQTD.shape[2]
+        for start in range(first, end, width):
+            part = slice(start, min(end, start + width))
+            mask, seen = self.visibility.for_block(self.view, self.columns_BT[:, part], start, total)
+            yield (
+                part,
+                seen,
+                QueryBlock(
+                    layer=self.layer,
+                    logits_BSGTN=grouped_logits(
+                        self.queries_BQTD[:, :, part], self.keys_BSND[:, :, :seen], mask, self.scaling
+                    ),
+                    query_tokens_BT=self.query_tokens_BT[:, part],
+                    row_tokens_BMN=self.view.tokens_BMW[:, :, :seen],
+                    real_BT=None if self.real_BT is None else self.real_BT[:, part],
+                    clock_BT=self.clock_BT[:, part],
+                    dtype=self.keys_BSND.dtype,
+                ),
+            )
 
 
 def attend_with_logits(
     query_BQ1D: Tensor, keys_BSND: Tensor, values_BSND: Tensor, mask_BMTN: Tensor | None, scaling: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend with one decode query; return (output [B, 1, Q, D], logits and attention [B, S, G, 1, N] in fp32)."""
+) -> tuple[Tensor, Tensor]:
+    """Attend with one decode query; return (output [B, 1, Q, D], logits [B, S, G, 1, N] in fp32)."""
     logits = grouped_logits(query_BQ1D, keys_BSND, mask_BMTN, scaling)
     attention = torch.softmax(logits, dim=-1)
     batch, stored, size, _, rows = logits.shape
     weights = attention.view(batch, stored, size, rows).to(values_BSND.dtype)
     output = torch.matmul(weights, values_BSND).reshape(batch, 1, stored * size, -1)
-    return output, logits, attention
+    return output, logits
 
 
 def grouped_logits(query_BQTD: Tensor, keys_BSND: Tensor, mask_BMTN: Tensor | None, scaling: float) -> Tensor:
-    """Return scaled logits [B, S, G, T, N] fp32, -inf where a query does not see a row."""
+    """Return scaled logits [B, S, G, T, N] fp32, -inf where a query does not see a row.
+
+    A mask of fewer rows is about the newest ones; all queries see the rows before them.
+    """
     batch, heads, tokens, dim = query_BQTD.shape
     stored, rows = keys_BSND.shape[1], keys_BSND.shape[2]
-    folded = query_BQTD.reshape(batch, stored, heads // stored * tokens, dim).float()
-    logits = torch.matmul(folded, keys_BSND.float().transpose(2, 3)).mul_(scaling)
+    folded = query_BQTD.reshape(batch, stored, heads // stored * tokens, dim).float() * scaling
+    logits = torch.matmul(folded, keys_BSND.float().transpose(2, 3))
     logits = logits.view(batch, stored, heads // stored, tokens, rows)
     if mask_BMTN is not None:
-        logits.masked_fill_(~mask_BMTN.unsqueeze(2), float("-inf"))
+        masked = logits[..., rows - mask_BMTN.shape[3] :]
+        masked.masked_fill_(~mask_BMTN.unsqueeze(2), float("-inf"))
     return logits
 
 
 def block_queries(batch: int, query_heads: int, rows: int) -> int:
     """Return how many queries fit into the workspace at once."""
     return max(1, WORKSPACE_BYTES // (_COPIES_BYTES * batch * query_heads * rows))
+
+
+def layers_at_once(logits_BSGTN: Tensor) -> int:
+    """Return in how many layers one decode token's logits may be taken into the workspace at once."""
+    return max(1, WORKSPACE_BYTES // (_COPIES_BYTES * logits_BSGTN.numel()))
 
 
 def workspace_bytes(evidence: CarriedEvidence, query_BQTD: Tensor, rows: int) -> int:
@@ -81,39 +137,34 @@ def observe_queries(
     evidence: CarriedEvidence,
     group: str,
     state_BSNX: Tensor,
+    queries: SegmentQueries,
     *,
-    layer: int,
-    queries_BQTD: Tensor,
-    columns_BT: Tensor,
-    query_tokens_BT: Tensor,
-    real_BT: Tensor | None,
-    clock_BT: Tensor,
-    keys_BSND: Tensor,
-    view: RowMap,
-    visibility: Visibility,
-    scaling: float,
     stop: int | None = None,
     keep_all: bool = False,
 ) -> None:
     """Add the queries of a segment (up to `stop`) to the states of the rows they see, in place and in blocks."""
-    total, rows = queries_BQTD.shape[2], keys_BSND.shape[2]
+    batch, heads, total, _ = queries.queries_BQTD.shape
     end = total if stop is None else stop
-    width = block_queries(queries_BQTD.shape[0], queries_BQTD.shape[1], rows)
+    width = block_queries(batch, heads, queries.keys_BSND.shape[2])
     first, last = 0, evidence.last_queries
     if last is not None:
         # A block may not reach around the history; what lies before it is read only where the end may be taken back.
         first, width = 0 if keep_all else max(0, end - last), min(width, last)
-    for start in range(first, end, width):
-        part = slice(start, min(end, start + width))
-        mask, seen_rows = visibility.for_block(view, columns_BT[:, part], start, total)
-        tokens = view.tokens_BMW[:, :, :seen_rows]
-        block = QueryBlock(
-            layer=layer,
-            logits_BSGTN=grouped_logits(queries_BQTD[:, :, part], keys_BSND[:, :, :seen_rows], mask, scaling),
-            query_tokens_BT=query_tokens_BT[:, part],
-            row_tokens_BMN=tokens,
-            real_BT=None if real_BT is None else real_BT[:, part],
-            clock_BT=clock_BT[:, part],
-            dtype=keys_BSND.dtype,
-        )
-        evidence.observe_(state_BSNX[:, :, :seen_rows], block, group)
+    for _, seen, block in queries.blocks(first, end, width):
+        evidence.observe_(state_BSNX[:, :, :seen], block, group)
+
+
+def attend_queries(
+    evidence: CarriedEvidence, group: str, state_BSNX: Tensor, queries: SegmentQueries, values_BSND: Tensor
+) -> Tensor:
+    """Do what `observe_queries` does with every query, and return their output [B, T, Q, D] from the same softmax."""
+    batch, heads, total, _ = queries.queries_BQTD.shape
+    width = block_queries(batch, heads, queries.keys_BSND.shape[2])
+    width = min(width, max(_SMALLEST_QUERIES, total // _LARGEST_SHARE))
+    output = values_BSND.new_empty((batch, total, heads, values_BSND.shape[3]))
+    for part, seen, block in queries.blocks(0, total, width):
+        weights = block.attention_BSGTN.flatten(2, 3)
+        attended = torch.matmul(weights, values_BSND[:, :, :seen])
+        output[:, part] = attended.view(batch, heads, -1, values_BSND.shape[3]).transpose(1, 2)
+        evidence.observe_(state_BSNX[:, :, :seen], block, group)
+    return output

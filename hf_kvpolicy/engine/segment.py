@@ -55,6 +55,10 @@ class SegmentStep(Step):
         self._window = hold_window(None, inputs, snapshot.frontier.columns, wanted) if wanted else None
         self._new: dict[int, tuple[Tensor, Tensor]] = {}
 
+    @property
+    def drops_rows(self) -> bool:
+        return self.decider.drops_rows
+
     def append(self, layer: int, keys_BHTD: Tensor, values_BHTD: Tensor) -> tuple[Tensor, Tensor]:
         if not self.snapshot.width:
             return keys_BHTD, values_BHTD
@@ -77,8 +81,7 @@ class SegmentStep(Step):
             keys = pristine_keys(self.snapshot.rows[layer], keys, self.snapshot.width, new_keys)
         states, workspace_bytes = None, 0
         if self.carry is not None:
-            states = self.carry.states(layer, keys)
-            self.carry.observe(layer, states, query_BQTD, step.keys.detach(), view, self.visibility(record))
+            states = self.carry.states(layer, query_BQTD, step.keys.detach(), view, self.visibility(record))
             workspace_bytes = self.carry.workspace_bytes(query_BQTD, states)
         candidates = Candidates(keys_BSND=keys, values_BSND=step.values.detach(), map=view, states_BSNX=states)
         window = self._window

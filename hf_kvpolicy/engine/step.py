@@ -166,6 +166,16 @@ class Step(ABC):
             self._columns = torch.arange(first, first + self.inputs.length, device=self.inputs.device)[None]
         return self._columns
 
+    @property
+    def drops_rows(self) -> bool:
+        """Whether a prompt segment is compressed by this forward."""
+        return False
+
+    @property
+    def waiting_queries(self) -> int:
+        """How many of this forward's last queries enter no state before they are accepted."""
+        return 0
+
     def stored(self, rows_BHTD: Tensor) -> Tensor:
         """Return new rows with one head per stored head."""
         return rows_BHTD if self._repeats == 1 else rows_BHTD.repeat_interleave(self._repeats, dim=1)
@@ -213,23 +223,27 @@ class Step(ABC):
     def _attention(
         self, backend: str, module: torch.nn.Module, query: Tensor, step: LayerStep, record: MaskRecord, kwargs: Any
     ) -> Tensor:
+        layer, keys, values = step.layer, step.keys, step.values
+        if self.carry is not None and self.carry.shares_softmax(backend, query, keys, values, kwargs):
+            view, visibility = self.view_map(layer), self.visibility(record)
+            return self.carry.attend_prompt(layer, query, keys, values, view, visibility)
         if not self.snapshot.frontier.columns:
             # The view is exactly this forward's rows in order: the model's own backend and mask, bit for bit.
             # Columns, not rows: after a forward of pads alone nothing is held, but the stock mask counts them.
-            return run_stock(backend, module, query, step.keys, step.values, record.stock, **kwargs)[0]
+            return run_stock(backend, module, query, keys, values, record.stock, **kwargs)[0]
         return self.attend_history(backend, module, query, step, record, kwargs)
 
     def attend_history(
         self, backend: str, module: torch.nn.Module, query: Tensor, step: LayerStep, record: MaskRecord, kwargs: Any
     ) -> Tensor:
         """Attend over published and new rows. [B, T, Q, D]."""
+        layer, keys, values = step.layer, step.keys, step.values
         visibility, mask = self.visibility(record), None
         if not (visibility.is_plain and self.inputs.length == 1):
-            mask = visibility.for_queries(self.view_map(step.layer), self.query_columns())
+            mask = visibility.for_queries(self.view_map(layer), self.query_columns())
         if self.carry is not None and self.inputs.length == 1:
-            view = self.view_map(step.layer)
-            return self.carry.attend_one(step.layer, query, step.keys, step.values, view, mask)
-        return attend_view(backend, module, query, step.keys, step.values, mask, kwargs)
+            return self.carry.attend_one(layer, query, keys, values, mask)
+        return attend_view(backend, module, query, keys, values, mask, kwargs)
 
     @staticmethod
     def _refuse_again(layer: int) -> None:

@@ -62,18 +62,17 @@ class Visibility:
     def for_block(self, view: RowMap, query_columns_BT: Tensor, start: int, total: int) -> tuple[Tensor | None, int]:
         """Return (mask, rows that any of them sees) for some of a segment's queries: the ones from `start` of `total`.
 
-        The newest `total` rows of the view are those queries' own, in order. Nothing is remembered: masks of all blocks
-        together would grow with the square of the segment.
+        The newest `total` rows of the view are those queries' own, in order. A mask of fewer rows is about the newest
+        of those that are seen. Nothing is remembered: masks of all blocks together would grow with the square of the
+        segment.
         """
         queries, rows = query_columns_BT.shape[1], view.width
         if not self.is_plain:
             return self._evaluate(view, query_columns_BT), rows
-        before = rows - total + start
-        seen = before + queries
+        seen = rows - total + start + queries
         if queries == 1:
             return None, seen
-        ones = torch.ones((queries, seen), dtype=torch.bool, device=view.live_BMW.device)
-        return ones.tril(before)[None, None], seen
+        return torch.ones((queries, queries), dtype=torch.bool, device=view.live_BMW.device).tril()[None, None], seen
 
     def _evaluate(self, view: RowMap, query_columns_BT: Tensor) -> Tensor:
         rows_BM1N = self._effective_columns(view)[:, :, None, :]

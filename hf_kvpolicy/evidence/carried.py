@@ -20,9 +20,10 @@ __all__ = ["CarriedEvidence", "QueryBlock", "reduce_group"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class QueryBlock:
-    """Some queries of one layer and the scaled logits of every row they may see."""
+    """Some queries and the scaled logits of every row they may see."""
 
-    layer: int
+    # The layer; one number for each batch row where layers are folded into the batch.
+    layer: int | Tensor
     # fp32, -inf where a query does not see a row.
     logits_BSGTN: Tensor
     query_tokens_BT: Tensor
@@ -32,14 +33,11 @@ class QueryBlock:
     # Decode tokens accepted since the last prompt segment, counted with each query; 0 in a prompt segment.
     clock_BT: Tensor
     dtype: torch.dtype
-    # Attention that was computed already, for the output; None to compute it when it is asked for.
-    computed_BSGTN: Tensor | None = None
 
     @cached_property
     def attention_BSGTN(self) -> Tensor:
         """Ordinary attention of these queries, fp32; rows of pads are zero."""
-        given = self.computed_BSGTN
-        return self.without_pads(torch.softmax(self.logits_BSGTN, dim=-1) if given is None else given)
+        return self.without_pads(torch.softmax(self.logits_BSGTN, dim=-1))
 
     def without_pads(self, weights_BSGTN: Tensor) -> Tensor:
         """Return weights with the rows of pad queries set to zero (a pad may see nothing at all)."""

@@ -91,12 +91,17 @@ class GumbelSoftmax(CarriedEvidence):
 _ABOVE = 1e12
 
 
-def gumbel_noise(seed: int, layer: int, query_heads: int, query_tokens_BT: Tensor, row_tokens_BMN: Tensor) -> Tensor:
-    """Return standard Gumbel noise -log(-log U), fp32 [B, Q, T, N]; each map head serves a contiguous query group."""
-    heads = torch.arange(query_heads, device=query_tokens_BT.device)
-    outer = mix_bits(
-        mix_bits(heads + 1 + 0x10001 * (layer + 1))[None, :, None] ^ mix_bits(query_tokens_BT + 1)[:, None]
-    )
+def gumbel_noise(
+    seed: int, layer: int | Tensor, query_heads: int, query_tokens_BT: Tensor, row_tokens_BMN: Tensor
+) -> Tensor:
+    """Return standard Gumbel noise -log(-log U), fp32 [B, Q, T, N]; each map head serves a contiguous query group.
+
+    `layer` is one number, or one for each batch row.
+    """
+    device = query_tokens_BT.device
+    heads = torch.arange(query_heads, device=device) + 1
+    layer_B1 = torch.as_tensor(layer, device=device).view(-1, 1) + 1
+    outer = mix_bits(mix_bits(heads + 0x10001 * layer_B1)[:, :, None] ^ mix_bits(query_tokens_BT + 1)[:, None])
     outer = mix_bits(outer ^ mix_bits(torch.tensor(seed, device=outer.device)))
     rows = mix_bits(row_tokens_BMN.long() + 0x5BD1E995)
     rows = rows.repeat_interleave(query_heads // rows.shape[1], dim=1)

@@ -130,6 +130,23 @@ def test_pads_pay_and_receive_nothing(family: str, lengths: list[int]) -> None:
             assert scores(cache, layer, row).sum().item() == pytest.approx(QUERY_HEADS * int(real.sum()), rel=1e-5)
 
 
+@pytest.mark.usefixtures("block_size")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_compressed_prompt_has_the_output_and_sums_of_eager_attention(family: str) -> None:
+    """Rows are dropped, so that output and sums come from one softmax; the rows that stay carry full sums."""
+    ids = prompt(25, seed=4)
+    with torch.no_grad():
+        expected = tiny(family, "eager")(ids, use_cache=False).logits
+        model = tiny(family)
+        cache = kv.H2OCache(model, budget=8)
+        found = forward(model, ids, cache)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    for layer, attention in enumerate(eager_attention(family, ids)):
+        table, sums = cache._runtime.snapshot.maps[layer], grouped(attention, "sum")[0].sum(1)
+        kept = sums.gather(1, table.tokens_BMW[0].long().expand(KV_HEADS, -1))
+        torch.testing.assert_close(cache._runtime.snapshot.scores_LBSWX[layer, 0, :, :, 0], kept, **CLOSE)
+
+
 def test_sums_do_not_saturate_in_half_precision() -> None:
     """Every query hands out one unit per query head; a bf16 sum would stop growing at 256."""
     model = tiny("llama").bfloat16()

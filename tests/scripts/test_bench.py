@@ -13,9 +13,12 @@ from bench_lib.memory import dynamic_cache_bytes, formula_bytes
 from bench_lib.models import POLICIES, stock_twin
 from bench_lib.report import Measure, print_report, write_json
 from bench_lib.timing import Contender, _ratio, interleaved
+from bench_lib.transient import evidence_transient_bytes, tracked_peak_bytes
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_kvpolicy.compat import cache_argument
+from hf_kvpolicy.engine import evidence_blocks
+from hf_kvpolicy.geometry import CacheGeometry
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +72,28 @@ def test_formula_is_what_a_dynamic_cache_holds(model: LlamaForCausalLM) -> None:
     with torch.inference_mode():
         model(torch.ones(3, 10, dtype=torch.long), **{cache_argument(): cache})
     assert dynamic_cache_bytes(cache) == formula_bytes(model, batch=3, rows=10)
+
+
+def test_peak_counts_what_is_alive_at_once() -> None:
+    mebibyte = 1 << 18  # fp32 elements
+
+    def one_after_another() -> None:
+        for _ in range(3):
+            torch.empty(mebibyte)
+
+    def together() -> list[torch.Tensor]:
+        return [torch.empty(mebibyte) for _ in range(3)]
+
+    assert tracked_peak_bytes(one_after_another) == 1 << 20
+    assert tracked_peak_bytes(together) == 3 << 20
+
+
+def test_evidence_transient_stays_within_the_workspace(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evidence_blocks, "WORKSPACE_BYTES", 1 << 20)
+    states_bytes = 4 * 2 * 1024
+    assert evidence_transient_bytes(CacheGeometry.from_config(model.config), 1024) <= (1 << 20) + states_bytes
 
 
 def test_stock_twin_shares_weights_but_not_the_config(model: LlamaForCausalLM) -> None:
