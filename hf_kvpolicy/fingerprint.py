@@ -1,4 +1,8 @@
-"""A cheap identity of a checkpoint: config, revision and a sample of weight rows; never a hash of all weights."""
+"""Cheap identities of a checkpoint from samples of its weights; never a hash of all of them.
+
+`checkpoint_fingerprint` names what stored rows depend on: config, revision, and weights in the dtype they run in.
+`weights_fingerprint` names what was trained, whatever it runs in: a measurement of heads holds for all of these.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,11 @@ import torch
 
 from .contract import sha256_of
 
-__all__ = ["checkpoint_fingerprint"]
+__all__ = ["checkpoint_fingerprint", "weights_fingerprint"]
 
 _SAMPLED_TENSORS = 8
 _SAMPLED_ELEMENTS = 256
+_SAMPLED_PER_TENSOR = 32
 # Entries of a config that describe how it is run, where it came from or what wraps the decoder, not what was trained.
 # Saving a model fills in `architectures`.
 _RUNTIME_KEYS = (
@@ -39,6 +44,20 @@ def checkpoint_fingerprint(decoder: torch.nn.Module | None) -> str:
     for name, weight in parameters[::step]:
         sample = weight.detach().reshape(-1)[:_SAMPLED_ELEMENTS].float().cpu()
         digest.update(name.encode() + sample.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def weights_fingerprint(decoder: torch.nn.Module) -> str:
+    """Return a hex digest of every tensor's name, shape and first elements, rounded to bfloat16.
+
+    Loading a checkpoint in float32 or bfloat16, or with another version of transformers, gives the same digest.
+    """
+    parameters = sorted(decoder.named_parameters())
+    names = [f"{name} {tuple(weight.shape)}" for name, weight in parameters]
+    digest, device = hashlib.sha256(sha256_of(names).encode()), parameters[0][1].device
+    samples = [weight.detach().reshape(-1)[:_SAMPLED_PER_TENSOR].bfloat16().to(device) for _, weight in parameters]
+    # One copy to the host instead of one a tensor.
+    digest.update(torch.cat(samples).cpu().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
 
 

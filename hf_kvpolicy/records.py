@@ -84,7 +84,11 @@ def _selection_of(policy: Composition) -> SelectionContract:
     bounded = budget is not None and budget.kind == "rows"
     return SelectionContract(
         policy=policy.policy,
-        options={**policy.options, "evidence": policy.evidence.describe()},
+        options={
+            **policy.options,
+            "evidence": policy.evidence.describe(),
+            "allocation": {"name": policy.allocation.name, **policy.allocation.describe()},
+        },
         unit=policy.unit,
         owner=policy.owner,
         group=policy.group,

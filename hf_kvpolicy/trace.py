@@ -76,6 +76,8 @@ def trace(
         given.setdefault("budget", budget)
     for newest in {"window", "recent"} & set(policy_options(policy)):
         given.setdefault(newest, max(1, budget // 3))
+    if "profile" in policy_options(policy):
+        given.setdefault("profile", "uniform")  # nothing was measured on random weights
     cache = make_cache(policy, model, **given)
     ids = torch.randint(1, 60, (1, prompt_tokens + decode_tokens), generator=torch.Generator().manual_seed(0))
     rows: list[list[TraceRow]] = [[] for _ in range(cache.geometry.num_kv_heads)]

@@ -35,6 +35,8 @@ _SMALL: dict[str, dict[str, Any]] = {
     "pyramidkv": {"budget": 8, "window": 3, "kernel_size": 3, "beta": 4},
     "zigzagkv": {"budget": 8, "window": 3, "kernel_size": 3},
     "adakv": {"budget": 8, "window": 3, "kernel_size": 3, "alpha": 0.8},
+    # Importances by layer and KV head: lengths differ as far as 8 rows allow.
+    "headkv": {"budget": 8, "window": 3, "kernel_size": 3, "profile": [[1.0, 6.0], [3.0, 0.0]]},
     "scissorhands": {"budget": 8, "recent": 2, "history": 12},
 }
 

@@ -1,6 +1,6 @@
 """One file a method: a constructor that composes the axes."""
 
-from .allocation import AdaKVCache, PyramidKVCache, ZigZagKVCache
+from .allocation import AdaKVCache, HeadKVCache, PyramidKVCache, ZigZagKVCache
 from .retention import (
     FullCache,
     H2OCache,
@@ -16,6 +16,7 @@ __all__ = [
     "AdaKVCache",
     "FullCache",
     "H2OCache",
+    "HeadKVCache",
     "KeyformerCache",
     "PyramidKVCache",
     "RandomCache",

@@ -52,8 +52,7 @@ def test_budgets_above_everything_work(name: str, budget: Any) -> None:
 @pytest.mark.parametrize("name", BUDGETED)
 def test_a_byte_budget_too_small_for_the_batch(name: str) -> None:
     model = tiny("llama")
-    options = {"window": 3} if "window" in policy_options(name) else {}
-    cache = kv.make_cache(name, model, budget="1B", **options)
+    cache = make(name, model, budget="1B")
     with pytest.raises(kv.BudgetError, match=r"Give at least \d+ bytes"):
         generate(model, prompt(30), cache)
     assert cache.get_seq_length() == 0
@@ -66,9 +65,9 @@ def test_a_byte_budget_too_small_for_the_batch(name: str) -> None:
 @pytest.mark.parametrize("budget", [1, 7, 8])
 def test_a_window_that_fills_the_budget(name: str, budget: int) -> None:
     with pytest.raises(kv.BudgetError, match="at least 9 rows"):
-        kv.make_cache(name, tiny("llama").config, budget=budget, window=8)
+        make(name, tiny("llama").config, budget=budget, window=8)
     model = tiny("llama")
-    cache = kv.make_cache(name, model, budget=9, window=8)
+    cache = make(name, model, budget=9, window=8)
     generate(model, prompt(30), cache)
     cache.check_integrity()
 
