@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import ConfigError
 from .tasks.base import Example
 
 __all__ = ["EncodedPrompt", "PromptEncoder"]
@@ -54,6 +55,20 @@ class PromptEncoder:
     def count(self, text: str) -> int:
         """Tokens of a piece of text, without special tokens."""
         return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def character_spans(self, text: str) -> list[tuple[int, int]]:
+        """The characters [begin, end) that each token of a text stands for, without special tokens.
+
+        Raises:
+            ConfigError: the tokenizer cannot say (slow tokenizers).
+        """
+        if not getattr(self._tokenizer, "is_fast", False):
+            raise ConfigError(
+                f"{type(self._tokenizer).__name__} does not say which characters a token stands for. "
+                "Use the model's fast tokenizer."
+            )
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return [(int(begin), int(end)) for begin, end in encoded["offset_mapping"]]
 
     def text(self, example: Example) -> str:
         """The prompt as text, up to and including the answer prefix."""

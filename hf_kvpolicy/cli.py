@@ -1,4 +1,4 @@
-"""The `kvpolicy` command: list, show, generate, eval."""
+"""The `kvpolicy` command: list, show, generate, calibrate, eval."""
 
 from __future__ import annotations
 
@@ -97,6 +97,37 @@ def generate(
         typer.echo(f"\n{cache!r}\n{cache.ledger()}", err=True)
 
 
+@app.command()
+def calibrate(
+    policy: Annotated[str, typer.Argument(help="headkv or zigzagkv.")],
+    out: Annotated[Path, typer.Option(help="The profile to write, a JSON file.")],
+    model: Annotated[str, typer.Option(help="Hub name or folder.")] = "smollm2-135m-instruct",
+    data: Annotated[str, typer.Option(help="Text around the needles: a file, a folder, pydoc or noise.")] = "pydoc",
+    probe: Annotated[str, typer.Option(help="What a head of headkv earns by: reasoning or retrieval.")] = "reasoning",
+    length: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a prompt, repeatable.")] = None,
+    examples: Annotated[int, typer.Option(min=1, help="Prompts per length, a multiple of 5.")] = 10,
+    distractors: Annotated[int, typer.Option(min=0, help="Needles with other keys in each text.")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of keys, values and places.")] = 0,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+) -> None:
+    """Measure a checkpoint once and write its profile: head importances (headkv), rows that layers need (zigzagkv)."""
+    with _errors_as_exit_code():
+        from .eval.calibration import CALIBRATIONS, Plan
+        from .eval.cli import load_for_command
+        from .eval.tasks.haystack import load_haystack
+        from .profiles import save_profile
+
+        if policy not in CALIBRATIONS:
+            raise ConfigError(f"{policy!r} needs no profile; {' and '.join(CALIBRATIONS)} can be calibrated.")
+        plan = Plan(probe=probe, examples=examples, distractors=distractors, seed=seed, **_lengths(length))
+        haystack = load_haystack(data)
+        loaded = load_for_command(model, dtype, device)
+        profile = CALIBRATIONS[policy](loaded, haystack, plan, say=typer.echo)
+        save_profile(profile, out)
+        typer.echo(f"written: {out}")
+
+
 def main() -> None:
     """Run the command line; `eval` is mounted here, so that the library itself never imports the harness."""
     from .eval.cli import app as evaluation
@@ -135,6 +166,10 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
         return prompt_file.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"The prompt file {str(prompt_file)!r} cannot be read: {error}.") from error
+
+
+def _lengths(lengths: list[int] | None) -> dict[str, Any]:
+    return {"lengths": tuple(lengths)} if lengths else {}
 
 
 def _options(pairs: list[str] | None) -> dict[str, Any]:

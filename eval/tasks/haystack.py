@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
-__all__ = ["Haystack", "noise", "pydoc_prose"]
+from ...errors import ConfigError, did_you_mean
+
+__all__ = ["BUILT_IN", "Haystack", "load_haystack", "noise", "pydoc_prose"]
 
 # Plain statements that say nothing about keys or codes; repeated to length.
 _NOISE_SENTENCES = (
@@ -59,6 +63,38 @@ def pydoc_prose() -> Haystack:
     # Topics repeat each other; a sentence kept once keeps the haystack free of long exact copies.
     unique = tuple(dict.fromkeys(found))
     return Haystack(name="pydoc", licence="PSF-2.0", sentences=unique)
+
+
+BUILT_IN: dict[str, Callable[[], Haystack]] = {"pydoc": pydoc_prose, "noise": noise}
+# Fewer sentences would come round within a short prompt.
+_MIN_SENTENCES = 20
+
+
+def load_haystack(source: str) -> Haystack:
+    """Return a built-in haystack by name, or the sentences of a text file or of a folder's .txt and .md files.
+
+    Raises:
+        ConfigError: there is no such name, file or folder, or it holds too little prose.
+    """
+    if source in BUILT_IN:
+        return BUILT_IN[source]()
+    place = Path(source)
+    files = sorted(f for f in place.rglob("*") if f.suffix in (".txt", ".md")) if place.is_dir() else [place]
+    try:
+        texts = [file.read_text(encoding="utf-8") for file in files]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"The text {source!r} cannot be read: {error}. Give a text file, a folder of .txt and .md files, or one of "
+            f"{', '.join(BUILT_IN)}.{did_you_mean(source, BUILT_IN)}"
+        ) from error
+    found = [sentence for text in texts for part in text.split("\n\n") for sentence in _sentences_of(part)]
+    unique = tuple(dict.fromkeys(found))
+    if len(unique) < _MIN_SENTENCES:
+        raise ConfigError(
+            f"{source!r} holds {len(unique)} sentences of {_MIN_SENTENCE_CHARS} to {_MAX_SENTENCE_CHARS} characters; a "
+            f"haystack needs {_MIN_SENTENCES}. Give a longer text in paragraphs of prose."
+        )
+    return Haystack(name=place.name, licence="not stated", sentences=unique)
 
 
 def _sentences_of(paragraph: str) -> list[str]:
