@@ -24,6 +24,7 @@ __all__ = [
     "backend_of",
     "computes_like_blocks",
     "grouped_attention",
+    "refuse_unhandled",
     "registered_name",
     "run_stock",
     "stock_attention",
@@ -151,6 +152,19 @@ def computes_like_blocks(backend: str, tensors: tuple[Tensor, ...], arguments: d
     return all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors)
 
 
+def refuse_unhandled(arguments: dict[str, Any]) -> None:
+    """Refuse features of attention that change what a row contributes.
+
+    Raises:
+        BackendAdmissionError: the model passes one of them.
+    """
+    for name in _UNHANDLED:
+        if arguments.get(name) is not None:
+            raise BackendAdmissionError(
+                f"The model passes {name!r} to attention, which is not handled over a compressed cache yet."
+            )
+
+
 def attend_view(
     backend: str,
     module: torch.nn.Module,
@@ -165,11 +179,7 @@ def attend_view(
     `eager` runs the family's own function, flash runs where the view needs no mask, all else (and flash with a mask) is
     exact grouped SDPA over the same rows: nothing is padded or densified.
     """
-    for name in _UNHANDLED:
-        if arguments.get(name) is not None:
-            raise BackendAdmissionError(
-                f"The model passes {name!r} to attention, which is not handled over a compressed cache yet."
-            )
+    refuse_unhandled(arguments)
     scaling, dropout = arguments["scaling"], arguments.get("dropout", 0.0)
     if backend == "sdpa":
         return grouped_attention(query_BQTD, keys_BSND, values_BSND, mask_BMTN, scaling=scaling, dropout=dropout)

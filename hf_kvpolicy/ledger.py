@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .contract import Ratio
 from .engine import Runtime, Snapshot
-from .storage import RaggedMap, RowMap
+from .storage import RowMap
 
 __all__ = ["Ledger", "account"]
 
@@ -98,8 +98,7 @@ def account(runtime: Runtime) -> Ledger:
         payload_bytes=live * row_bytes,
         slack_bytes=(slots - live) * row_bytes,
         positions_bytes=sum(_positions_bytes(part) for part in _maps(snapshot)) + _ragged_positions_bytes(snapshot),
-        offsets_bytes=sum(_declared((layer.rows.starts_O,)) for layer in snapshot.ragged)
-        + sum(_declared((part.lengths_O,)) for part in _ragged_maps(snapshot)),
+        offsets_bytes=sum(_declared((layer.map.lengths_O, layer.rows.starts_O)) for layer in snapshot.ragged),
         validity_bytes=sum(part.live_BMW.numel() for part in _maps(snapshot)) + _seen_bytes(snapshot),
         scores_bytes=_scores_bytes(snapshot),
         protected_bytes=_pinned_bytes(snapshot),
@@ -146,13 +145,8 @@ def _positions_bytes(part: RowMap) -> int:
     return _declared((part.columns_BMW, part.tokens_BMW))
 
 
-def _ragged_maps(snapshot: Snapshot) -> list[RaggedMap]:
-    """Return each map once: layers that hold nothing but a tail share an empty one."""
-    return list({id(layer.map): layer.map for layer in snapshot.ragged}.values())
-
-
 def _ragged_positions_bytes(snapshot: Snapshot) -> int:
-    return sum(_declared((part.columns_N, part.tokens_N)) for part in _ragged_maps(snapshot))
+    return sum(_declared((layer.map.columns_N, layer.map.tokens_N)) for layer in snapshot.ragged)
 
 
 def _seen_bytes(snapshot: Snapshot) -> int:

@@ -81,6 +81,7 @@ class Step(ABC):
             )
         try:
             self.transaction.enter(step.layer, Phase.ATTEND)
+            self.admit(backend)
             self.scaling = float(kwargs["scaling"])
             output = self._attention(backend, module, query, step, record, kwargs)
             self.attended(step.layer, query, step, record, self.scaling)
@@ -232,6 +233,9 @@ class Step(ABC):
             # Columns, not rows: after a forward of pads alone nothing is held, but the stock mask counts them.
             return run_stock(backend, module, query, keys, values, record.stock, **kwargs)[0]
         return self.attend_history(backend, module, query, step, record, kwargs)
+
+    def admit(self, backend: str) -> None:  # noqa: B027 - dense rows are read by every backend
+        """Refuse a backend that could not read what this forward will store; any of them reads a rectangle."""
 
     def attend_history(
         self, backend: str, module: torch.nn.Module, query: Tensor, step: LayerStep, record: MaskRecord, kwargs: Any

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from hf_kvpolicy.allocation import UNIFORM
+
 MAX_HELD_BACK = 64
 
 
@@ -205,11 +209,16 @@ class Oracle:
         assert (cache._runtime.snapshot.open_segment is not None) == self.is_open
         if not self.columns:
             return
-        for layer in range(cache.num_layers):
-            stored = cache.stored_rows(layer)
-            assert stored.tolist() == [[count] * stored.shape[1] for count in self.counts]
-            for row, count in enumerate(self.counts):
-                for tokens in cache.positions(layer, row):
+        stored = torch.stack([cache.stored_rows(layer) for layer in range(cache.num_layers)])
+        layers, _, heads = stored.shape
+        # Budgets may differ by owner; their total never does.
+        assert stored.sum(dim=(0, 2)).tolist() == [count * layers * heads for count in self.counts]
+        if cache.composition.allocation is UNIFORM:
+            assert stored.tolist() == [[[count] * heads for count in self.counts]] * layers
+        for layer in range(layers):
+            for row in range(len(self.counts)):
+                for head, tokens in enumerate(cache.positions(layer, row)):
+                    count = int(stored[layer, row, head])
                     assert len(tokens) == count
                     assert tokens.tolist() == sorted(set(tokens.tolist()))
                     if count:

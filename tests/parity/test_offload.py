@@ -89,7 +89,7 @@ MOMENTS: dict[str, Callable[[Session], None]] = {
 def snapshots(cache: Any) -> list[Any]:
     runtime = cache._runtime
     held = [runtime.snapshot, *([] if runtime.waiting is None else [runtime.waiting.snapshot])]
-    return [snapshot for snapshot in held if snapshot.rows]
+    return [snapshot for snapshot in held if snapshot.buffers]
 
 
 def tensors(cache: Any) -> list[Tensor]:
@@ -201,16 +201,16 @@ def test_layers_leave_one_by_one(case: Any) -> None:
     session = Session(case)
     _decoded(session)
     cache, snapshot = session.cache, session.cache._runtime.snapshot
-    rows = {id(tensor) for layer in snapshot.rows for tensor in layer.tensors()}
+    rows = {id(tensor) for layer in snapshot.buffers for tensor in layer.tensors()}
     shared = sum(id(tensor) not in rows for tensor in _tensors(snapshot))
     cache.layers[0].offload()
     here = [t for t in tensors(cache) if t.device != META]
     assert cache.layers[0].keys.device == META != cache.layers[1].keys.device
-    assert len(here) == shared + len(snapshot.rows[1].tensors())
+    assert len(here) == shared + len(snapshot.buffers[1].tensors())
     cache.offload(1)
     assert not [t for t in tensors(cache) if t.device != META]
     cache.prefetch(0)
-    assert len([t for t in tensors(cache) if t.device == META]) == len(snapshot.rows[1].tensors())
+    assert len([t for t in tensors(cache) if t.device == META]) == len(snapshot.buffers[1].tensors())
     cache.prefetch(1)
     assert cache._runtime.snapshot.home is None
     cache.check_integrity()

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...backends import refuse_unhandled
 from ...frame import LayerStep
 from ...masks import MaskRecord
-from ...ragged_attention import attend_ragged
+from ...ragged_attention import admit_ragged, attend_ragged
 from ...storage import RaggedMap, RaggedRows, RowMap, growth_slots
 from ..step import Step
 from .owners import LiveTail, OwnerCandidates
@@ -61,7 +62,7 @@ class RaggedForward(Step):
 
     def base(self, layer: int) -> RaggedMap:
         """Return the rows a layer's owners held when the tail began."""
-        return self.snapshot.ragged[layer].map if self.snapshot.ragged else self._nothing
+        return self.snapshot.ragged[layer].map if self.snapshot.ragged else self._nothing[layer]
 
     def place(self, layer: int, keys_BHTD: Tensor, values_BHTD: Tensor) -> RaggedRows:
         """Write a layer's new rows behind its owners' published ones; no live slot is touched."""
@@ -84,10 +85,15 @@ class RaggedForward(Step):
         """Return the tensors of buffers that this forward made."""
         return [t for layer, rows in self.buffers.items() if self.is_new_buffer(layer) for t in rows.tensors()]
 
+    def admit(self, backend: str) -> None:
+        """Refuse a backend that could not read what this forward will store, before anything is stored."""
+        admit_ragged(backend)
+
     def attend_history(
         self, backend: str, module: torch.nn.Module, query: Tensor, step: LayerStep, record: MaskRecord, kwargs: Any
     ) -> Tensor:
         """Attend over every owner's own rows. [B, T, Q, D]."""
+        refuse_unhandled(kwargs)
         base = self.base(step.layer)
         view = self.buffers[step.layer].view(base, self.tail_after.width)
         masks = self._masks(record).masks(base)
@@ -114,8 +120,10 @@ class RaggedForward(Step):
         return OwnerCandidates(slots=slots, base=base, tail=self.live_tail)
 
     @cached_property
-    def _nothing(self) -> RaggedMap:
-        return RaggedMap.empty(self.inputs.batch, self.heads, self.inputs.device)
+    def _nothing(self) -> list[RaggedMap]:
+        # One for each layer, so that bytes are charged to the layer they belong to.
+        layers, inputs = range(self.runtime.geometry.num_layers), self.inputs
+        return [RaggedMap.empty(inputs.batch, self.heads, inputs.device) for _ in layers]
 
     @cached_property
     def _records(self) -> dict[int, RaggedVisibility]:
