@@ -1,1 +1,1 @@
-"""Shipped YAML: policies, sweeps, models."""
+"""Shipped files: policies, sweeps and models in YAML, profiles of checkpoints in JSON."""

@@ -125,12 +125,12 @@ def test_refusals_are_one_line_and_status_2(arguments: list[str], words: str) ->
     assert "Traceback" not in result.output
 
 
-def test_the_installed_command_has_all_four_verbs() -> None:
+def test_the_installed_command_has_all_verbs() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "from hf_kvpolicy.cli import main; main()", "--help"],
         capture_output=True,
         text=True,
         check=True,
     )
-    for verb in ("list", "show", "generate", "eval"):
+    for verb in ("list", "show", "generate", "calibrate", "eval"):
         assert verb in done.stdout
