@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+from pathlib import Path
 
 import pytest
 
@@ -41,8 +42,10 @@ def test_records_were_found() -> None:
 
 
 @pytest.mark.parametrize("path", python_files(LIBRARY), ids=lambda p: str(p.relative_to(ROOT)))
-def test_every_exported_name_exists(path: object) -> None:
-    module = importlib.import_module(dotted(path))  # type: ignore[arg-type]
+def test_every_exported_name_exists(path: Path) -> None:
+    if "import triton" in path.read_text(encoding="utf-8"):
+        pytest.importorskip("triton", reason="kernels need triton, which comes with torch for CUDA")
+    module = importlib.import_module(dotted(path))
     exported = getattr(module, "__all__", ())
     assert len(set(exported)) == len(exported)
     for name in exported:

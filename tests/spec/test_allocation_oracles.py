@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from reference import allocation
+from reference import adakv, pyramidkv, zigzagkv
+from reference.owners import Kept
 from transformers import LlamaForCausalLM
 
 import hf_kvpolicy as kv
@@ -18,6 +19,11 @@ from ._models import captured, feed, kept, tiny_llama, tokens
 # (prompt, decode tokens, second prompt, decode tokens)
 TURNS = [(5, 4, 1, 1), (13, 3, 2, 2), (20, 6, 11, 2), (40, 2, 3, 1), (64, 1, 30, 1)]
 LAYERS = 3
+ORACLES = {
+    "pyramidkv": pyramidkv.after_segment,
+    "zigzagkv": zigzagkv.after_segment,
+    "adakv": adakv.after_segment,
+}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("pyramidkv", {"beta": 20}),
     ("pyramidkv", {"beta": 1, "group": "max"}),
@@ -45,7 +51,7 @@ def test_kept_positions(model: LlamaForCausalLM, case: Any, turn: tuple[int, int
     name, own = case
     options = {"budget": budget, "window": 3, "kernel_size": 3, **own}
     cache = kv.make_cache(name, model, **options)
-    held: allocation.Kept = [[[], []] for _ in range(LAYERS)]
+    held: Kept = [[[], []] for _ in range(LAYERS)]
     fed = 0
     with captured(model) as capture:
         for prompt, decode in (turn[:2], turn[2:]):
@@ -54,7 +60,7 @@ def test_kept_positions(model: LlamaForCausalLM, case: Any, turn: tuple[int, int
             if prompt == 1 and fed > 1:  # a decode token, not a segment
                 held = [[[*owner, fed - 1] for owner in layer] for layer in held]
             else:
-                held = allocation.after_segment(held, prompt, *capture.arrays(), policy=name, **options)
+                held = ORACLES[name](held, prompt, *capture.arrays(), **options)
                 total = sum(len(owner) for layer in held for owner in layer)
                 assert total <= budget * LAYERS * 2, "the oracle itself keeps to the budget"
             assert kept(cache) == held, f"after the segment ending at {fed}"

@@ -17,9 +17,9 @@ class RaggedAppendStep(RaggedForward, AppendStep):
     """Appends rows to the tail; may keep a segment open whose selection comes later."""
 
     def append(self, layer: int, keys_BHTD: Tensor, values_BHTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Write behind the published rows; attention reads the flat slots (a first prompt its own rows)."""
-        rows = self.place(layer, keys_BHTD, values_BHTD)
-        return (rows.keys_ND, rows.values_ND) if self.snapshot.frontier.columns else (keys_BHTD, values_BHTD)
+        """Write behind the published rows. Attention reads the flat slots itself: no tensor shows them all at once."""
+        self.place(layer, keys_BHTD, values_BHTD)
+        return keys_BHTD, values_BHTD
 
     def placed(self) -> dict[str, Any]:
         """Return where rows lie now."""

@@ -51,10 +51,9 @@ class RaggedSegmentStep(RaggedForward):
 
     def append(self, layer: int, keys_BHTD: Tensor, values_BHTD: Tensor) -> tuple[Tensor, Tensor]:
         """A first prompt stays where it is; a later one goes behind the published rows for the time of attention."""
-        if not self.snapshot.frontier.columns:
-            return keys_BHTD, values_BHTD
-        rows = self.place(layer, keys_BHTD, values_BHTD)
-        return rows.keys_ND, rows.values_ND
+        if self.snapshot.frontier.columns:
+            self.place(layer, keys_BHTD, values_BHTD)
+        return keys_BHTD, values_BHTD
 
     def attended(self, layer: int, query_BQTD: Tensor, step: LayerStep, record: MaskRecord, scaling: float) -> None:
         """Score, allocate, select and pack one layer (all of them after the last, where the allocation needs it)."""

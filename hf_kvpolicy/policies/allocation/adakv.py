@@ -9,8 +9,8 @@ Deviations: whole rows by largest remainder, so a layer's total is exact. Scores
 weighs the adaptive part, as printed; `alpha=None` is 0.2 for `variant="paper"` and 0.8 for `variant="reference"`,
 whose floor of 0.2 is the equal part and whose heads are rounded one by one without a correction of the total.
 `evidence="h2o"` scores by the attention of all of the segment's queries without pooling, and `layers="pyramid"` lets
-layers share the budget as `pyramidkv` does: contracts of their own, composed here. Not supported: `unit="layer"` and
-`unit="token"` (budgets differ by head), the released code's score normalisation.
+layers share the budget as `pyramidkv` does: contracts of their own, composed here.
+Not supported: `unit="layer"` and `unit="token"` (budgets differ by head), the released code's score normalisation.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ k_top = K / (beta m); rows are chosen as in `snapkv`.
 Deviations: the line becomes whole rows by largest remainder, so the total is exactly the budget's, and what a short
 prompt cannot fill goes to the other layers. Rows belong to KV heads (`group` reduces votes before pooling).
 `variant="reference"` keeps the released code's capacities, whose steps are floored and whose total is larger than the
-budget's; a prompt below twice the budget is cut uniformly there. Not supported: `unit="token"` (the budget differs by
-layer).
+budget's; a prompt below twice the budget is cut uniformly there.
+Not supported: `unit="token"` (the budget differs by layer).
 """
 
 from __future__ import annotations
