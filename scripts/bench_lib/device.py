@@ -158,8 +158,8 @@ class DeviceBench:
             yield Measure("prefill s", f"{subject.name}, context {tokens}, batch 1", seconds, "<=", None, details)
 
     def _no_time(self, tokens: int) -> str | None:
-        """Why there is no time for a prefill, told from those so far: at most quadratic in the tokens."""
-        expected = max((s * max(1.0, tokens / n) ** 2 for n, s in self.prefills), default=0.0)
+        """Why there is no time for a prefill, told from those so far: linear in fewer tokens, quadratic in more."""
+        expected = max((s * tokens / n * max(1.0, tokens / n) for n, s in self.prefills), default=0.0)
         left = max(0.0, self.ends - time.monotonic())
         if expected < left:
             return None

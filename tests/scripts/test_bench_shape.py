@@ -34,9 +34,11 @@ ROW_BYTES = 2 * 2 * 2 * 8 * 4  # layers x KV heads x (K and V) x head_dim x fp32
 CACHES = ["DynamicCache", "snapkv, 40 rows", "adakv, 40 rows", "DynamicCache, 40 rows"]
 
 
-def run(shape: Shape = SMALL, *, memory_bytes: int | None = None, time_limit_s: float = 60) -> list[Measure]:
+def run(
+    shape: Shape = SMALL, *, device: str = "cpu", memory_bytes: int | None = None, time_limit_s: float = 60
+) -> list[Measure]:
     measuring = DeviceBench(
-        shape, random_model(shape, "cpu", shape.dtype), rounds=shape.rounds, memory_bytes=memory_bytes,
+        shape, random_model(shape, device, shape.dtype), rounds=shape.rounds, memory_bytes=memory_bytes,
         time_limit_s=time_limit_s, note=lambda text: None,
     )  # fmt: skip
     with torch.inference_mode():
@@ -93,6 +95,16 @@ def test_no_time_is_a_reason_too() -> None:
     measures = run(time_limit_s=0)
     assert all("no time" in m.details["reason"] for m in measures if m.group != "device copy GB/s")
     assert len(measures) == 1 + 3 + 2 * len(CACHES)
+
+
+@pytest.mark.gpu
+def test_a_gpu_also_tells_peaks() -> None:
+    shape = replace(SMALL, dimensions={**SMALL.dimensions, "head_dim": 64}, dtype="bfloat16")
+    copy, *measures = run(shape, device="cuda")
+    assert len(measures) == 3 + 2 * len(CACHES)
+    for measure in measures:
+        held_bytes = copy.details["weights"] + measure.details.get("cache", 0)
+        assert held_bytes < measure.details["peak"] < copy.details["memory"]
 
 
 def test_llama_8b_is_planned_by_its_formulas() -> None:
