@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from bench_lib.curve import curve_measures
+from bench_lib.device import DeviceBench
 from bench_lib.memory import byte_measures, child_report, peak_measures
 from bench_lib.models import POLICIES, stock_twin
 from bench_lib.ragged import ragged_measures
 from bench_lib.report import Measure, environment, print_report, write_json
+from bench_lib.shapes import SHAPES, random_model
 from bench_lib.timing import Case, decode_measures, prefill_measures
 from bench_lib.transient import transient_measure
 from script_lib.loading import DTYPES, load_model, load_tokenizer, resolve_model, use_threads
@@ -36,19 +38,27 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--rows", type=int, nargs="+", default=[128, 512], help="rows the policies hold")
-    parser.add_argument("--rounds", type=int, default=30, help="interleaved rounds of a decode measure")
+    parser.add_argument("--rounds", type=int, help="interleaved rounds of a decode measure (default: 30)")
     parser.add_argument("--prefill-rounds", type=int, default=5)
     parser.add_argument("--curve-steps", type=int, default=2000, help="decode steps of the time curve, tiny model")
     parser.add_argument("--quick", action="store_true", help="batch 1, context 1024, 128 rows, few rounds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: float32, or the shape's")
+    parser.add_argument(
+        "--shape", choices=SHAPES, help="instead of all parts: a model of this shape with random weights, no download"
+    )
+    parser.add_argument("--memory-gib", type=float, help="with --shape: memory to plan with (default: the device's)")
+    parser.add_argument("--time-limit", type=float, default=420, help="with --shape: seconds to plan with")
     parser.add_argument("--threads", type=int, help="torch threads (default: one a core)")
     parser.add_argument("--out", type=Path, help="write the results, raw ratios included, to this JSON file")
     parser.add_argument("--child", choices=("full", *POLICIES), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.batches, arguments.contexts, arguments.rows = [1], [1024], [128]
-        arguments.rounds, arguments.prefill_rounds, arguments.curve_steps = 10, 3, 500
+        arguments.rounds, arguments.prefill_rounds, arguments.curve_steps = arguments.rounds or 10, 3, 500
+    shape = SHAPES.get(arguments.shape)
+    arguments.rounds = arguments.rounds or (30 if shape is None else shape.rounds)
+    arguments.dtype = arguments.dtype or ("float32" if shape is None else shape.dtype)
     return arguments
 
 
@@ -84,9 +94,33 @@ def child_arguments(arguments: argparse.Namespace, name: str) -> list[str]:
     return passed + (["--threads", str(arguments.threads)] if arguments.threads else [])
 
 
+def shape_measures(arguments: argparse.Namespace) -> list[Measure]:
+    """The measures of `--shape`, written as they come: a run that is cut short is not lost."""
+    shape, memory_gib = SHAPES[arguments.shape], arguments.memory_gib
+    note(f"model: {shape.name}, random weights in {arguments.dtype} on {arguments.device}")
+    bench = DeviceBench(
+        shape,
+        random_model(shape, arguments.device, arguments.dtype),
+        rounds=arguments.rounds,
+        memory_bytes=None if memory_gib is None else int(memory_gib * 2**30),
+        time_limit_s=arguments.time_limit,
+        note=note,
+    )
+    measures = []
+    with torch.inference_mode():
+        for measure in bench.measures():
+            note(f"{measure.group}: {measure.name}: {measure.shown}")
+            measures.append(measure)
+            if arguments.out:
+                write_json(arguments.out, environment(shape.name, arguments.device, arguments.dtype), measures)
+    return measures
+
+
 def main() -> int:
     arguments = parse_arguments()
     use_threads(arguments.threads)
+    if arguments.shape:
+        return report(arguments, arguments.shape, shape_measures(arguments))
     measures: list[Measure] = []
     if "ragged" in arguments.parts:
         note("ragged: attention alone, no model")

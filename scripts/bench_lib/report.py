@@ -20,11 +20,12 @@ Bound = Literal["<=", "<", ">=", "=="]
 
 @dataclass(frozen=True)
 class Measure:
-    """One ratio with its target; `details` holds the raw values it was computed from."""
+    """One value, mostly a ratio, with its target; `details` holds the raw values it was computed from."""
 
     group: str
     name: str
-    value: float
+    # None for what could not be measured; `details` tell why.
+    value: float | None
     bound: Bound
     # None for a value that is only printed.
     target: float | None
@@ -34,9 +35,14 @@ class Measure:
     def met(self) -> bool:
         """Whether the value keeps its target, unrounded."""
         value, target = self.value, self.target
-        if target is None:
-            return True
+        if target is None or value is None:
+            return target is None
         return {"<=": value <= target, "<": value < target, ">=": value >= target, "==": value == target}[self.bound]
+
+    @property
+    def shown(self) -> str:
+        """The value as a table shows it."""
+        return "-" if self.value is None else f"{self.value:.3f}"
 
 
 def environment(model: str, device: str, dtype: str) -> dict[str, Any]:
@@ -59,16 +65,18 @@ def _detail_text(details: dict[str, Any]) -> str:
 
 
 def _short(value: float | int | str) -> str:
+    if isinstance(value, int) and abs(value) >= 2**30:
+        return f"{value / 2**30:.2f} GiB"
     if isinstance(value, int) and abs(value) >= 2**10:  # only bytes are as large as this
         return f"{value / 2**20:.2f} MiB" if abs(value) >= 2**20 else f"{value / 2**10:.1f} KiB"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def result_table(measures: list[Measure]) -> Table:
-    table = Table(title="Ratios and their targets", title_justify="left")
+    table = Table(title="Values and their targets", title_justify="left")
     for heading in ("measure", "case"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("ratio", "target"):
+    for heading in ("value", "target"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("met")
     table.add_column("from")
@@ -78,7 +86,7 @@ def result_table(measures: list[Measure]) -> Table:
         table.add_row(
             m.group,
             m.name,
-            f"{m.value:.3f}",
+            m.shown,
             "-" if m.target is None else f"{m.bound} {m.target:g}",
             met,
             _detail_text(m.details),
@@ -100,4 +108,5 @@ def print_report(facts: dict[str, Any], measures: list[Measure]) -> None:
     wide.print(result_table(measures))
     missed = [m for m in measures if not m.met]
     targets = [m for m in measures if m.target is not None]
-    wide.print(f"{len(targets) - len(missed)} of {len(targets)} targets met", highlight=False)
+    if targets:
+        wide.print(f"{len(targets) - len(missed)} of {len(targets)} targets met", highlight=False)

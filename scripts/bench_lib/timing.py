@@ -74,10 +74,8 @@ def _decode_block(model: Any, cache: Any, ids: torch.Tensor) -> None:
         forward(model, ids[:, step : step + 1], cache)
 
 
-def _stock_contender(name: str, stock: Any, ids: torch.Tensor, first_row_count: int) -> Contender:
-    """Decodes from `first_row_count` rows; cropping afterwards puts every block at the same length."""
-    cache = new_cache(None, stock, 0)
-    forward(stock, ids[:, :first_row_count], cache)
+def cropped_contender(name: str, model: Any, cache: Any, ids: torch.Tensor) -> Contender:
+    """Decodes a block from where the cache is; cropping it before the next one puts every block at the same length."""
     used = False
 
     def prepare() -> Callable[[], None]:
@@ -85,9 +83,15 @@ def _stock_contender(name: str, stock: Any, ids: torch.Tensor, first_row_count: 
         if used:
             cache.crop(-BLOCK_TOKENS)
         used = True
-        return lambda: _decode_block(stock, cache, ids)
+        return lambda: _decode_block(model, cache, ids)
 
     return Contender(name, prepare)
+
+
+def _stock_contender(name: str, stock: Any, ids: torch.Tensor, first_row_count: int) -> Contender:
+    cache = new_cache(None, stock, 0)
+    forward(stock, ids[:, :first_row_count], cache)
+    return cropped_contender(name, stock, cache, ids)
 
 
 def _policy_contender(policy: str, model: Any, ids: torch.Tensor, case: Case) -> tuple[Contender, bool]:
