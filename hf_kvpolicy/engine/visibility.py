@@ -113,6 +113,6 @@ class SeenRows:
         return self.visibility.for_queries(self.view, self.columns_BW)
 
     def block(self, start: int, stop: int) -> tuple[Tensor | None, int]:
-        """Return the mask of queries `start` to `stop`, and how many of the first rows it covers."""
+        """Return the mask of queries `start` to `stop`, and how many of the first rows any of them sees."""
         total = self.columns_BW.shape[1]
         return self.visibility.for_block(self.view, self.columns_BW[:, start:stop], start, total)

@@ -22,7 +22,10 @@ class Visibility(Protocol):
         ...
 
     def block(self, start: int, stop: int) -> tuple[Tensor | None, int]:
-        """Return the mask of some queries, and how many of the first rows it covers (they see none beyond)."""
+        """Return the mask of some queries, and how many of the first rows any of them sees.
+
+        A mask of fewer rows is about the newest of those; all queries see the rows before them.
+        """
         ...
 
 

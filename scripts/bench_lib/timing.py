@@ -25,7 +25,7 @@ DECODE_TARGET = 1.05
 RAGGED_TARGETS = {1: 1.10, 4: 1.25}
 # Policies that are not named score a whole prompt and have no target of their own.
 PREFILL_TARGETS = {"streaming_llm": 1.03, "sliding_window": 1.03, "snapkv": 1.08, "random": 1.08, "h2o": 1.6}
-PREFILL_TARGETS |= {"adakv": 1.10, "pyramidkv": 1.10}
+PREFILL_TARGETS |= {"adakv": 1.10, "pyramidkv": 1.10, "headkv": 1.10}
 BLOCK_TOKENS = 8
 
 
