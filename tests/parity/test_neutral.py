@@ -22,6 +22,8 @@ from helpers import (
 )
 from torch import Tensor
 
+import hf_kvpolicy as kv
+
 TOTAL = 64
 LENGTHS = (19, 4, 11)
 # Every family, both backends, and every pair of them where masks or shapes differ.
