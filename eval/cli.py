@@ -1,4 +1,4 @@
-"""`kvpolicy eval run SWEEP` and `kvpolicy eval report DIR`."""
+"""`kvpolicy eval run SWEEP`, `kvpolicy eval report DIR` and `kvpolicy eval pack DIR FILE`."""
 
 from __future__ import annotations
 
@@ -42,18 +42,52 @@ def run(
 
 
 @app.command()
-def report(folder: Annotated[Path, typer.Argument(help="Folder that `run` wrote.")]) -> None:
-    """Print the tables of a run and write report.md and report.png beside its rows."""
+def report(
+    source: Annotated[Path, typer.Argument(help="Folder that `run` wrote, or file that `pack` wrote.")],
+    out: Annotated[Path | None, typer.Option(help="Existing folder for report.md and report.png.")] = None,
+) -> None:
+    """Print the tables of a run and write report.md and report.png beside its rows; of a file only with --out."""
     with _errors_as_exit_codes():
         # Before any import: a wrong path matters more than a package that is not installed.
-        if not folder.is_dir():
-            raise ConfigError(f"There is no folder {str(folder)!r}. Give the folder that `kvpolicy eval run` wrote.")
-        from .records import RunDirectory
-        from .report import write_report
+        for folder in (source, out):
+            if folder is not None and not folder.exists():
+                raise ConfigError(
+                    f"There is no folder {str(folder)!r}. Give the folder that `kvpolicy eval run` wrote, or a file "
+                    "that `kvpolicy eval pack` wrote."
+                )
+        from .report import summaries_of, write_report
         from .terminal import print_tables
 
-        print_tables(write_report(RunDirectory(folder)))
-        typer.echo(f"written: {folder / 'report.md'} and {folder / 'report.png'}")
+        into = source if out is None and source.is_dir() else out
+        print_tables(summaries_of(_opened(source)) if into is None else write_report(_opened(source), into))
+        if into is not None:
+            typer.echo(f"written: {into / 'report.md'} and {into / 'report.png'}")
+
+
+@app.command()
+def pack(
+    folder: Annotated[Path, typer.Argument(help="Folder that `run` wrote.")],
+    file: Annotated[Path, typer.Argument(help="JSON file to write.")],
+) -> None:
+    """Write a run into one small file, which `report` reads like the folder."""
+    with _errors_as_exit_codes():
+        if not folder.is_dir():
+            raise ConfigError(f"There is no folder {str(folder)!r}. Give the folder that `kvpolicy eval run` wrote.")
+        from .packed import write_packed
+        from .records import RunDirectory
+
+        directory = RunDirectory(folder)
+        rows = directory.rows()
+        write_packed(directory.read_run(), rows, file)
+        typer.echo(f"{len(rows)} rows written: {file}")
+
+
+def _opened(source: Path) -> Any:
+    """The run's folder or file, to be read."""
+    from .packed import PackedRun
+    from .records import RunDirectory
+
+    return RunDirectory(source) if source.is_dir() else PackedRun(source)
 
 
 @contextmanager
