@@ -32,17 +32,14 @@ from hf_kvpolicy.eval.tasks.registry import make_task
 
 # By the name it is shown under: a policy and its options.
 CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "sliding_window": ("sliding_window", {}),
-    "random": ("random", {}),
     "h2o": ("h2o", {}),
     "keyformer": ("keyformer", {}),
     "scissorhands": ("scissorhands", {}),
     "snapkv": ("snapkv", {}),
     "snapkv(unit=layer)": ("snapkv", {"unit": "layer"}),
 }
-# Chosen from eager attention alone, to see what a change of the rule would keep.
-HYPOTHETICAL = ("h2o by mean",)
-SCORED = ("h2o", "keyformer", "scissorhands", "snapkv", "snapkv(unit=layer)")
+# Not run, only chosen: the newest rows, and what H2O would keep if age were no advantage.
+CHOSEN = ("sliding_window", "h2o by mean")
 
 
 @dataclass(frozen=True)
@@ -57,12 +54,13 @@ class Case:
     attention_LHN: Tensor
 
 
-def examples_of(sweep: str, count: int) -> list[Example]:
-    """The first examples of the sweep's first task, as its cells saw them."""
+def examples_of(sweep: str, numbers: list[int]) -> list[Example]:
+    """Some examples of the sweep's first task, as its cells saw them."""
     config = load_sweep(Path(sweep))
     point = next(task_points(config))
     encoder = PromptEncoder(load_model(config.model.name, dtype="float32").tokenizer)
-    return make_task(point.task.name).examples(point.request, encoder)[:count]
+    found = make_task(point.task.name).examples(point.request, encoder)
+    return [found[number] for number in numbers]
 
 
 @torch.no_grad()
@@ -96,8 +94,7 @@ def measured(loaded: LoadedModel, case: Case, label: str, budget: int) -> dict[s
     prefilled = prefill(loaded.model, case.prompt_ids, cache)
     mask_LHN = _held(cache, tokens)
     found = _described(mask_LHN, case)
-    if label in SCORED:
-        found["agreement"], found["agreement_worst_head"] = agreement(mask_LHN, _asked(case, label, budget))
+    found["agreement"], found["agreement_worst_head"] = agreement(mask_LHN, _asked(case, label, budget))
     found["answer_nll"] = score_answer(loaded.model, prefilled, case.answer_ids).nll_per_token
     after = needle_rows(_held(cache, tokens), case.needle, case.attention_LHN)
     return {**found, "value_rows_after_answer": after["value_rows"]}
@@ -136,7 +133,7 @@ def cells_of(loaded: LoadedModel, case: Case, budgets: list[int]) -> Iterator[di
     for budget in budgets:
         for label in CONTENDERS:
             yield {"policy": label, "budget": budget, **measured(loaded, case, label, budget)}
-        for label in HYPOTHETICAL:
+        for label in CHOSEN:
             yield {"policy": label, "budget": budget, **_described(_asked(case, label, budget), case)}
 
 
@@ -200,7 +197,7 @@ def _table(columns: list[str], rows: list[list[str]]) -> list[str]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/needle_evidence", description=__doc__)
     parser.add_argument("--sweep", default="needle_retention", help="a sweep file or the name of a shipped one")
-    parser.add_argument("--examples", type=int, default=3, help="how many prompts of its first task")
+    parser.add_argument("--examples", type=int, nargs="+", default=[0, 2, 4], help="which prompts of its first task")
     parser.add_argument("--budgets", type=int, nargs="+", default=[512, 256], metavar="ROWS")
     parser.add_argument("--threads", type=int, help="torch threads (default: one a core)")
     parser.add_argument("--out", type=Path, help="JSON file for the numbers behind the tables")

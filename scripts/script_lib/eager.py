@@ -76,6 +76,8 @@ def kept_rows(policy: str, scores: LayerScores, budget: int) -> Tensor:
     "h2o by mean" is h2o with each sum divided by the queries that saw the row, so that age is no advantage.
     """
     heads, tokens = scores.column_sums_HN.shape
+    if policy == "sliding_window":
+        return _newest_and_best(scores.column_sums_HN, budget, budget)
     if policy == "h2o":
         return _newest_and_best(scores.column_sums_HN, int(H2O_RECENT * budget), budget)
     if policy == "h2o by mean":

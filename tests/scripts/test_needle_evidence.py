@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("evaluate")
 
 from helpers import tiny
-from needle_evidence import CONTENDERS, SCORED, Case, _asked, _held, summary_lines
+from needle_evidence import CONTENDERS, Case, _asked, _held, summary_lines
 from script_lib.eager import attention_of_layers, layer_scores
 from script_lib.needle_rows import Needle, agreement, budget_parts, find_needle, kept_mask, needle_rows, percentile
 
@@ -34,7 +34,7 @@ def case() -> Case:
     return Case(example, tuple(ids[0].tolist()), (), needle, scores, torch.ones(len(scores), heads, TOKENS))
 
 
-@pytest.mark.parametrize("label", SCORED)
+@pytest.mark.parametrize("label", CONTENDERS)
 def test_the_plain_rule_keeps_what_the_policy_keeps(case: Case, label: str) -> None:
     model = tiny("llama")
     policy, options = CONTENDERS[label]
@@ -51,6 +51,10 @@ def test_sums_and_means_of_the_same_attention_rank_differently(case: Case) -> No
     by_sum, by_mean = (_asked(case, label, BUDGET).float() for label in ("h2o", "h2o by mean"))
     places = torch.arange(TOKENS).float()
     assert (by_sum * places).sum() < (by_mean * places).sum(), "sums favour old rows"
+
+
+def test_the_newest_rows_are_the_last(case: Case) -> None:
+    assert _asked(case, "sliding_window", BUDGET)[..., -BUDGET:].all()
 
 
 def test_shares_of_the_needle_and_of_the_budget() -> None:
