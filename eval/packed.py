@@ -57,7 +57,9 @@ def write_packed(run: Mapping[str, Any], rows: Iterable[Row], path: Path) -> Non
         groups[canonical_json([row.cell_key, row.versions])].append(row)
     lines = [json.dumps(_packed(group), sort_keys=True, ensure_ascii=False) for group in groups.values()]
     # One line a cell: small, and a difference between two files still shows which cell it is in.
-    head = {"packed_schema_version": SCHEMA_VERSION, "run": run, "examples": examples}
+    # The folder that the model lay in means nothing on another machine; its name and digests stay.
+    portable = {name: value for name, value in run.items() if name != "model_source"}
+    head = {"packed_schema_version": SCHEMA_VERSION, "run": portable, "examples": examples}
     text = json.dumps(head, sort_keys=True, ensure_ascii=False)[:-1] + ', "cells": [\n' + ",\n".join(lines) + "\n]}\n"
     path.write_text(text, encoding="utf-8")
 

@@ -17,7 +17,16 @@ import torch
 import transformers
 from script_lib.eager import LayerScores, attention_of_layers, kept_rows, layer_scores
 from script_lib.loading import use_threads
-from script_lib.needle_rows import Needle, agreement, budget_parts, find_needle, kept_mask, needle_rows, percentile
+from script_lib.needle_rows import (
+    PARTS,
+    Needle,
+    agreement,
+    budget_parts,
+    find_needle,
+    kept_mask,
+    needle_rows,
+    percentile,
+)
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -153,35 +162,49 @@ def record_of(loaded: LoadedModel, case: Case, budgets: list[int]) -> dict[str, 
     }
 
 
+LAYERS_A_COLUMN = 5
 COLUMNS = {
     "agreement": "rows as eager asks",
     "agreement_worst_head": "worst head",
     "sentence_rows": "needle rows",
     "value_rows": "value rows",
-    "heads_with_whole_value": "heads with all of it",
+    "heads_with_whole_value": "heads with the whole value",
     "value_attention": "value attention",
     "value_rows_after_answer": "value rows after the answer",
 }
 
 
 def summary_lines(records: list[dict[str, Any]]) -> list[str]:
-    """Means over the prompts in lines of Markdown: a line a policy and budget, then where budgets and ranks lie."""
+    """Means over the prompts as tables in Markdown, a line a policy and budget; the last one ranks the value's rows."""
     by_cell: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         for cell in record["cells"]:
             by_cell.setdefault(f"{cell['policy']} @ {cell['budget']}", []).append(cell)
-    lines = _table(["policy", *COLUMNS.values()], [
-        [label, *(_mean_text([cell.get(name) for cell in cells]) for name in COLUMNS)]
-        for label, cells in by_cell.items()
-    ])  # fmt: skip
-    tenths = [
-        [label, *(f"{fmean(part):.2f}" for part in zip(*(cell["budget_by_tenth"] for cell in cells), strict=True))]
-        for label, cells in by_cell.items()
-    ]
-    lines += ["", *_table(["policy", *(f"{n}0%" for n in range(1, len(tenths[0])))], tenths)]
-    names = records[0]["value_percentile"]
-    ranks = [[name, f"{fmean(record['value_percentile'][name] for record in records):.2f}"] for name in names]
-    return [*lines, "", *_table(["score", "rows that score lower than the value's"], ranks)]
+    shares = {
+        label: [_mean_text([cell.get(name) for cell in cells]) for name in COLUMNS] for label, cells in by_cell.items()
+    }
+    layers = {label: _means(cells, "value_rows_by_layer") for label, cells in by_cell.items()}
+    grouped = {label: [fmean(part) for _, part in _groups(values)] for label, values in layers.items()}
+    names = [f"layers {first}-{first + len(part) - 1}" for first, part in _groups(next(iter(layers.values())))]
+    tenths = {label: _means(cells, "budget_by_tenth") for label, cells in by_cell.items()}
+    lines = _table(["policy", *COLUMNS.values()], shares)
+    lines += ["", *_table(["policy", *names], _texts(grouped))]
+    lines += ["", *_table(["policy", *(f"{n}0%" for n in range(1, PARTS + 1))], _texts(tenths))]
+    ranks = {name: [fmean(r["value_percentile"][name] for r in records)] for name in records[0]["value_percentile"]}
+    return [*lines, "", *_table(["score", "rows below the value's"], _texts(ranks))]
+
+
+def _means(cells: list[dict[str, Any]], name: str) -> list[float]:
+    return [fmean(part) for part in zip(*(cell[name] for cell in cells), strict=True)]
+
+
+def _groups(values: list[float]) -> list[tuple[int, list[float]]]:
+    """Values of neighbouring layers, with the first layer's index."""
+    return [(first, values[first : first + LAYERS_A_COLUMN]) for first in range(0, len(values), LAYERS_A_COLUMN)]
+
+
+def _texts(rows: dict[str, list[float]]) -> dict[str, list[str]]:
+    return {label: [f"{value:.2f}" for value in values] for label, values in rows.items()}
 
 
 def _mean_text(values: list[float | None]) -> str:
@@ -190,8 +213,9 @@ def _mean_text(values: list[float | None]) -> str:
     return f"{int(fmean(known) * 1000) / 1000:.3f}" if known else ""
 
 
-def _table(columns: list[str], rows: list[list[str]]) -> list[str]:
-    return ["| " + " | ".join(cells) + " |" for cells in (columns, ["---"] * len(columns), *rows)]
+def _table(columns: list[str], rows: dict[str, list[str]]) -> list[str]:
+    cells = [columns, ["---"] * len(columns), *([label, *texts] for label, texts in rows.items())]
+    return [f"| {' | '.join(row)} |" for row in cells]
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -25,7 +25,7 @@ ROWS = [
 
 
 def test_rows_and_run_come_back(tmp_path: Path) -> None:
-    write_packed(RUN, ROWS, tmp_path / "run.json")
+    write_packed({**RUN, "model_source": "/a/folder/of/this/machine"}, ROWS, tmp_path / "run.json")
     packed = PackedRun(tmp_path / "run.json")
     assert packed.rows() == ROWS
     assert packed.read_run() == RUN

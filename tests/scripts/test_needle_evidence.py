@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -15,6 +18,7 @@ from script_lib.needle_rows import Needle, agreement, budget_parts, find_needle,
 import hf_kvpolicy as kv
 from hf_kvpolicy.compat import cache_argument
 
+ROOT = Path(__file__).parents[2]
 TOKENS, BUDGET = 90, 48
 
 
@@ -89,8 +93,18 @@ def test_the_needle_is_found_in_tokens() -> None:
 
 
 def test_tables_show_means_and_leave_out_what_was_not_measured() -> None:
-    cell = {"policy": "random", "budget": 8, "value_rows": 0.5, "budget_by_tenth": [0.1] * 10}
+    cell = {"policy": "random", "budget": 8, "value_rows_by_layer": [0.0] * 6, "budget_by_tenth": [0.1] * 10}
     records = [{"cells": [{**cell, "value_rows": x}], "value_percentile": {"sum": 0.25}} for x in (0.0, 1.0)]
     lines = summary_lines(records)
     assert "| random @ 8 |  |  |  | 0.500 |  |  |  |" in lines
+    assert "| policy | layers 0-4 | layers 5-5 |" in lines
     assert "| sum | 0.25 |" in lines
+
+
+def test_the_tables_of_the_page_are_those_of_the_records() -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    records = json.loads((ROOT / "benchmarks" / "smollm2-135m_cpu_2026-11-30_needle_evidence.json").read_text())
+    measured = [cell for record in records["examples"] for cell in record["cells"] if "agreement" in cell]
+    assert all(cell["agreement_worst_head"] >= 1 - 1.01 / cell["budget"] for cell in measured), "one row in a head"
+    for table in "\n".join(summary_lines(records["examples"])).split("\n\n"):
+        assert table in page, "paste the lines of this table into the page"
