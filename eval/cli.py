@@ -1,7 +1,8 @@
-"""`kvpolicy eval run SWEEP` and `kvpolicy eval report DIR`."""
+"""`kvpolicy eval run SWEEP`, `kvpolicy eval report DIR` and `kvpolicy eval pack DIR FILE`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -28,6 +29,9 @@ def run(
     model: Annotated[str | None, typer.Option(help="Model name or folder instead of the sweep's.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most N examples a cell.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Override, such as tasks.0.num_examples=5.")] = None,
+    part: Annotated[
+        str, typer.Option(help="I/N: every N-th example from the I-th; N processes fill one --out.")
+    ] = "1/1",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cells and stop.")] = False,
 ) -> None:
     """Run a sweep, or continue one: rows that are done are not computed again."""
@@ -35,25 +39,60 @@ def run(
         overrides: dict[str, Any] = dict(fields.parse_override(text) for text in set_ or [])
         config = load_sweep(sweep, overrides | ({"model": model} if model else {}))
         _check(config)
+        chosen = _parse_part(part)
         if dry_run:
             _print_plan(config, limit)
-        elif _run(config, out or _default_folder(sweep), limit):
+        elif _run(config, out or _default_folder(sweep), limit, chosen):
             raise typer.Exit(1)
 
 
 @app.command()
-def report(folder: Annotated[Path, typer.Argument(help="Folder that `run` wrote.")]) -> None:
-    """Print the tables of a run and write report.md and report.png beside its rows."""
+def report(
+    source: Annotated[Path, typer.Argument(help="Folder that `run` wrote, or file that `pack` wrote.")],
+    out: Annotated[Path | None, typer.Option(help="Existing folder for report.md and report.png.")] = None,
+) -> None:
+    """Print the tables of a run and write report.md and report.png beside its rows; of a file only with --out."""
     with _errors_as_exit_codes():
         # Before any import: a wrong path matters more than a package that is not installed.
-        if not folder.is_dir():
-            raise ConfigError(f"There is no folder {str(folder)!r}. Give the folder that `kvpolicy eval run` wrote.")
-        from .records import RunDirectory
-        from .report import write_report
+        for folder in (source, out):
+            if folder is not None and not folder.exists():
+                raise ConfigError(
+                    f"There is no folder {str(folder)!r}. Give the folder that `kvpolicy eval run` wrote, or a file "
+                    "that `kvpolicy eval pack` wrote."
+                )
+        from .report import summaries_of, write_report
         from .terminal import print_tables
 
-        print_tables(write_report(RunDirectory(folder)))
-        typer.echo(f"written: {folder / 'report.md'} and {folder / 'report.png'}")
+        into = source if out is None and source.is_dir() else out
+        print_tables(summaries_of(_opened(source)) if into is None else write_report(_opened(source), into))
+        if into is not None:
+            typer.echo(f"written: {into / 'report.md'} and {into / 'report.png'}")
+
+
+@app.command()
+def pack(
+    folder: Annotated[Path, typer.Argument(help="Folder that `run` wrote.")],
+    file: Annotated[Path, typer.Argument(help="JSON file to write.")],
+) -> None:
+    """Write a run into one small file, which `report` reads like the folder."""
+    with _errors_as_exit_codes():
+        if not folder.is_dir():
+            raise ConfigError(f"There is no folder {str(folder)!r}. Give the folder that `kvpolicy eval run` wrote.")
+        from .packed import write_packed
+        from .records import RunDirectory
+
+        directory = RunDirectory(folder)
+        rows = directory.rows()
+        write_packed(directory.read_run(), rows, file)
+        typer.echo(f"{len(rows)} rows written: {file}")
+
+
+def _opened(source: Path) -> Any:
+    """The run's folder or file, to be read."""
+    from .packed import PackedRun
+    from .records import RunDirectory
+
+    return RunDirectory(source) if source.is_dir() else PackedRun(source)
 
 
 @contextmanager
@@ -101,7 +140,15 @@ def _check(config: SweepConfig) -> None:
     check_policies((policy.name, [*policy.options, *policy.grid]) for policy in config.policies)
 
 
-def _run(config: SweepConfig, out: Path, limit: int | None) -> int:
+def _parse_part(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    index, count = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= index <= count:
+        raise ConfigError(f"--part {text!r} is no part of a run. Write it as I/N with I from 1 to N, for example 1/2.")
+    return index, count
+
+
+def _run(config: SweepConfig, out: Path, limit: int | None, part: tuple[int, int]) -> int:
     """Load the model, run, and return how many rows failed."""
     import torch
 
@@ -111,7 +158,8 @@ def _run(config: SweepConfig, out: Path, limit: int | None) -> int:
 
     torch.set_num_threads(config.threads)
     loaded = load_for_command(config.model.name, config.model.dtype, config.model.device)
-    outcome = run_sweep(config, loaded, RunDirectory(out), EngineBuilder(loaded.model), limit=limit, say=typer.echo)
+    directory, build = RunDirectory(out), EngineBuilder(loaded.model)
+    outcome = run_sweep(config, loaded, directory, build, limit=limit, part=part, say=typer.echo)
     typer.echo(f"{outcome.written} rows written, {outcome.skipped} done before, {outcome.failed} failed: {out}")
     return outcome.failed
 

@@ -167,5 +167,8 @@ class RunDirectory:
         """Drop what an interrupted write left without a line end, so that the next row starts a line."""
         if self.rows_path.is_file():
             content = self.rows_path.read_bytes()
-            with self.rows_path.open("r+b") as stream:
-                stream.truncate(content.rfind(b"\n") + 1)
+            whole_bytes = content.rfind(b"\n") + 1
+            # Otherwise the file is left alone: another part of the run may be adding to it.
+            if whole_bytes < len(content):
+                with self.rows_path.open("r+b") as stream:
+                    stream.truncate(whole_bytes)

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import ConfigError
 from .outcomes import OK
-from .records import RunDirectory
+from .pairing import BASELINES, pairs
+from .records import Row
 from .statistics import SMOKE_BELOW, Interval
 from .summary import VERDICT_FROM, CellSummary, summarise
 
-__all__ = ["BYTES_NOTE", "COLUMNS", "COST_COLUMNS", "report_markdown", "table_cells", "tables", "write_report"]
+__all__ = [
+    "BYTES_NOTE",
+    "COLUMNS",
+    "COST_COLUMNS",
+    "RunSource",
+    "depth_table",
+    "paired_table",
+    "quality_table",
+    "report_markdown",
+    "summaries_of",
+    "table_cells",
+    "tables",
+    "write_report",
+]
 
 COLUMNS = (
     "policy",
@@ -37,21 +51,47 @@ BYTES_NOTE = (
 _BYTES_PER_MIB = 2**20
 
 
-def write_report(directory: RunDirectory) -> list[CellSummary]:
-    """Write `report.md` and `report.png` into the run's folder and return the summaries.
+class RunSource(Protocol):
+    """Where a run is read from: its folder (`RunDirectory`), or one file (`PackedRun`)."""
+
+    @property
+    def path(self) -> Path:
+        """The folder or file."""
+        ...
+
+    def read_run(self) -> dict[str, Any]:
+        """Configuration, digests and versions."""
+        ...
+
+    def rows(self) -> list[Row]:
+        """One row an example."""
+        ...
+
+
+def summaries_of(source: RunSource) -> list[CellSummary]:
+    """One summary a cell.
 
     Raises:
-        ConfigError: the folder holds no run or no rows, or matplotlib is missing.
+        ConfigError: there are no rows.
+    """
+    rows = source.rows()
+    if not rows:
+        raise ConfigError(f"{source.path} holds no rows yet. Run `kvpolicy eval run` with --out there first.")
+    return summarise(rows)
+
+
+def write_report(source: RunSource, out: Path) -> list[CellSummary]:
+    """Write `report.md` and `report.png` into the folder `out` and return the summaries.
+
+    Raises:
+        ConfigError: the source holds no run or no rows, or matplotlib is missing.
     """
     from .plots import save_plots
 
-    run, rows = directory.read_run(), directory.rows()
-    if not rows:
-        raise ConfigError(f"{directory.path} holds no rows yet. Run `kvpolicy eval run` with --out there first.")
-    summaries = summarise(rows)
-    save_plots(summaries, directory.path / "report.png")
+    run, summaries = source.read_run(), summaries_of(source)
+    save_plots(summaries, out / "report.png")
     text = report_markdown(run, summaries, image=Path("report.png"))
-    (directory.path / "report.md").write_text(text, encoding="utf-8")
+    (out / "report.md").write_text(text, encoding="utf-8")
     return summaries
 
 
@@ -96,13 +136,51 @@ def report_markdown(run: Mapping[str, Any], summaries: list[CellSummary], image:
     """The whole report as Markdown."""
     lines = ["# Evaluation report", "", *_header(run), "", f"![score and NLL over measured bytes]({image})"]
     for title, group in tables(summaries):
-        lines += ["", f"## {title}", "", _markdown_row(COLUMNS), _markdown_row(["---"] * len(COLUMNS))]
-        lines += [_markdown_row(table_cells(summary)) for summary in group]
+        lines += ["", f"## {title}", "", *_markdown_table(COLUMNS, map(table_cells, group))]
+        for heading, table in (("Paired differences", paired_table(group)), ("By depth", depth_table(group))):
+            lines += ["", f"### {heading}", "", *table] if table else []
     failed = [summary for summary in summaries if summary.status != OK]
     if failed:
         lines += ["", "## Failed cells", "", "They carry no score and enter no mean.", ""]
         lines += [f"- {_where(summary)}: {summary.status}. {summary.reason}" for summary in failed]
     return "\n".join([*lines, "", *_notes()]) + "\n"
+
+
+def quality_table(group: Iterable[CellSummary]) -> list[str]:
+    """Score, NLL and rows of each cell in lines of Markdown: what a page of results shows of `COLUMNS`."""
+    chosen = [COLUMNS.index(name) for name in COLUMNS if name not in COST_COLUMNS[1:]]
+    rows = (table_cells(summary) for summary in group)
+    return _markdown_table([COLUMNS[i] for i in chosen], ([row[i] for i in chosen] for row in rows))
+
+
+def paired_table(group: Iterable[CellSummary]) -> list[str]:
+    """Differences to the baselines of the same budget in lines of Markdown; empty where there is no baseline."""
+    cells = list(group)
+    found = {(id(pair.summary), pair.baseline): pair for pair in pairs(cells)}
+    present = [name for name in BASELINES if any(baseline == name for _, baseline in found)]
+    rows = []
+    for summary in cells:
+        own = [found.get((id(summary), name)) for name in present]
+        if any(own):
+            texts = [[_interval(pair.score), _interval(pair.answer_nll)] if pair else ["", ""] for pair in own]
+            rows.append([summary.cell.label, *(text for pair_texts in texts for text in pair_texts)])
+    columns = [f"{measure} - {name}" for name in present for measure in ("score", "NLL")]
+    return _markdown_table(["policy", *columns], rows) if rows else []
+
+
+def depth_table(group: Iterable[CellSummary]) -> list[str]:
+    """Mean score and NLL at every depth in lines of Markdown; empty for tasks without depths."""
+    measured = [(summary.cell.label, summary.measured) for summary in group if summary.measured is not None]
+    depths = sorted({depth for _, found in measured for depth in found.depths.values()})
+    rows = []
+    for label, found in measured:
+        at = [[key for key, depth in found.depths.items() if depth == wanted] for wanted in depths]
+        rows.append([label, *(f"{_mean(found.scores, ids)} / {_mean(found.nlls, ids)}" for ids in at)])
+    return _markdown_table(["policy", *(f"depth {depth:g}" for depth in depths)], rows) if depths else []
+
+
+def _mean(values: Mapping[str, float], ids: list[str]) -> str:
+    return f"{sum(values[key] for key in ids) / len(ids):.2f}" if ids else "-"
 
 
 def _header(run: Mapping[str, Any]) -> list[str]:
@@ -126,6 +204,9 @@ def _notes() -> list[str]:
         "  fed token by token.",
         "- Intervals: 95% percentile bootstrap over examples. Outcome: paired with the full cache, example by example;",
         "  degraded means that the interval of the difference in score or NLL excludes zero.",
+        "- Paired differences: this policy minus the other on the same examples at the same budget, with the 95%",
+        "  bootstrap interval over examples. By depth: score / NLL of the examples whose needle lies there; 0 is the",
+        "  beginning of the text.",
         f"- no verdict: fewer than {VERDICT_FROM} examples showed no loss, which does not show that there is none.",
         f"- smoke: fewer than {SMOKE_BELOW} examples; shows that things run, supports no claim.",
         "- Rows are per layer and head; rows and MiB are what the cache held right after the prompt. Every prompt",
@@ -149,6 +230,10 @@ def _outcome(summary: CellSummary) -> str:
 
 def _interval(interval: Interval) -> str:
     return f"{interval.mean:.2f} [{interval.low:.2f}, {interval.high:.2f}]"
+
+
+def _markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [_markdown_row(columns), _markdown_row(["---"] * len(columns)), *map(_markdown_row, rows)]
 
 
 def _markdown_row(cells: Iterable[str]) -> str:

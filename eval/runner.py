@@ -71,6 +71,7 @@ def run_sweep(
     build_cache: CacheBuilder,
     *,
     limit: int | None = None,
+    part: tuple[int, int] = (1, 1),
     say: Callable[[str], None] = print,
 ) -> RunOutcome:
     """Run what is not done yet of a sweep.
@@ -81,6 +82,7 @@ def run_sweep(
         directory: where rows go; rows found there are not computed again.
         build_cache: builds a fresh cache for every example.
         limit: at most so many examples per cell; None for all.
+        part: (i, n) runs the i-th of n equal parts of every cell's examples, i from 1; n processes share a directory.
         say: receives one line a cell and warnings.
     """
     torch.set_num_threads(config.threads)
@@ -88,13 +90,14 @@ def run_sweep(
     if warning:
         say(f"warning: {warning}")
     session, outcome = _Session(config, loaded, directory), RunOutcome()
+    chosen = slice(part[0] - 1, limit, part[1])
     for point in cells.task_points(config):
         examples = make_task(point.task.name).examples(point.request, session.encoder)
         _save_examples(session, point, examples)
         for cell in cells.cells_at(config, point):
             say(
                 f"{cell.task} {cell.length_tokens} tokens, {cell.label}: "
-                f"{_run_cell(session, cell, examples[:limit], build_cache, outcome)}"
+                f"{_run_cell(session, cell, examples[chosen], build_cache, outcome)}"
             )
     return outcome
 

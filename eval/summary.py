@@ -43,6 +43,8 @@ class Measured:
     decode_ms_per_token: float
     scores: Mapping[str, float]
     nlls: Mapping[str, float]
+    # By example as the two above; empty for tasks that hide nothing at a depth.
+    depths: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +154,9 @@ def _measure(group: list[Row]) -> Measured:
         decode_ms_per_token=_mean(t.decode_ms_per_token for t in timing),
         scores=dict(zip(ids, match["per_example"], strict=True)),
         nlls=dict(zip(ids, nlls, strict=True)),
+        depths={
+            str(row.example["id"]): float(row.example["depth_ratio"]) for row in group if "depth_ratio" in row.example
+        },
     )
 
 

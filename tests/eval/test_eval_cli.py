@@ -67,6 +67,23 @@ def test_run_then_resume_then_report(sweep: Path, model_folder: Path, tmp_path: 
     assert "snapkv(unit=layer,window=8) @ 0.5" in (out / "report.md").read_text()
 
 
+def test_parts_of_a_run_fill_one_folder(sweep: Path, model_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for part in ("2/2", "1/2"):
+        code, text = invoke("run", sweep, "--model", model_folder, "--out", out, "--part", part)
+        assert code == 0, text
+        assert "18 rows written, 0 done before" in text
+    code, text = invoke("run", sweep, "--model", model_folder, "--out", out)
+    assert "0 rows written, 36 done before" in text
+
+
+@pytest.mark.parametrize("part", ["0/2", "3/2", "1", "x/y", "1/0"])
+def test_a_part_that_is_none_is_refused(sweep: Path, part: str) -> None:
+    code, text = invoke("run", sweep, "--part", part)
+    assert code == 2
+    assert "Write it as I/N" in " ".join(text.split())
+
+
 def test_a_dry_run_counts_cells_and_tokens_and_loads_nothing(sweep: Path) -> None:
     code, text = invoke("run", sweep, "--dry-run", "--limit", 1)
     assert code == 0

@@ -132,7 +132,7 @@ def test_rows_of_another_schema_are_refused() -> None:
 def test_report_has_tables_failures_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failed = made_row("random", 0, budget=64, status="failed: x", outcome="unmeasured", reason="why", quality=None)
     rows = [*full(), *[made_row("snapkv", index, budget=64) for index in range(8)], failed]
-    print_tables(write_report(folder_with(rows, tmp_path)))
+    print_tables(write_report(folder_with(rows, tmp_path), tmp_path))
     text = (tmp_path / "report.md").read_text()
     assert "| full | 8 smoke | 1.00 [1.00, 1.00] |" in text
     assert "| snapkv @ 64 | 8 smoke |" in text
@@ -170,12 +170,12 @@ def test_the_plot_shows_the_full_cache_as_a_point() -> None:
 
 
 def test_a_task_out_of_reach_is_marked_in_the_report(tmp_path: Path) -> None:
-    write_report(folder_with(full(output="wrong"), tmp_path))
+    write_report(folder_with(full(output="wrong"), tmp_path), tmp_path)
     assert "not interpretable: the full cache does not solve this task" in (tmp_path / "report.md").read_text()
 
 
 def test_an_empty_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no rows yet"):
-        write_report(folder_with([], tmp_path))
+        write_report(folder_with([], tmp_path), tmp_path)
     with pytest.raises(ConfigError, match=r"no run\.json"):
-        write_report(RunDirectory(tmp_path / "absent"))
+        write_report(RunDirectory(tmp_path / "absent"), tmp_path)

@@ -1,0 +1,89 @@
+"""A run in one small file: its rows as columns, so that results can be kept beside the code and reported again."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from ..contract.canonical import canonical_json
+from ..errors import IntegrityError
+from .records import SCHEMA_VERSION, CacheRecord, QualityRecord, Row, TimingRecord
+
+__all__ = ["PackedRun", "write_packed"]
+
+_PARTS: Mapping[str, type] = {"quality": QualityRecord, "cache": CacheRecord, "timing": TimingRecord}
+_ROW_COLUMNS = ("row_key", "status", "outcome", "reason")
+
+
+class PackedRun:
+    """A file of `write_packed`, read as if it were the run's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read_run(self) -> dict[str, Any]:
+        """Configuration, digests and versions of the run."""
+        run: dict[str, Any] = self._document()["run"]
+        return run
+
+    def rows(self) -> list[Row]:
+        """Every row, as the run's folder had it."""
+        document = self._document()
+        return [row for cell in document["cells"] for row in _unpacked(cell, document["examples"])]
+
+    def _document(self) -> dict[str, Any]:
+        try:
+            document: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise IntegrityError(f"{self.path} is not JSON: {error}. Give a file that `eval pack` wrote.") from error
+        if not isinstance(document, dict) or document.get("packed_schema_version") != SCHEMA_VERSION:
+            raise IntegrityError(
+                f"{self.path} is no packed run of schema version {SCHEMA_VERSION}. Give a file that "
+                "`kvpolicy eval pack` wrote with this version."
+            )
+        return document
+
+
+def write_packed(run: Mapping[str, Any], rows: Iterable[Row], path: Path) -> None:
+    """Write a run into one JSON file; nothing of its rows is lost."""
+    examples: dict[str, Any] = {}
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        examples[str(row.example["id"])] = row.example
+        groups[canonical_json([row.cell_key, row.versions])].append(row)
+    lines = [json.dumps(_packed(group), sort_keys=True, ensure_ascii=False) for group in groups.values()]
+    # One line a cell: small, and a difference between two files still shows which cell it is in.
+    # The folder that the model lay in means nothing on another machine; its name and digests stay.
+    portable = {name: value for name, value in run.items() if name != "model_source"}
+    head = {"packed_schema_version": SCHEMA_VERSION, "run": portable, "examples": examples}
+    text = json.dumps(head, sort_keys=True, ensure_ascii=False)[:-1] + ', "cells": [\n' + ",\n".join(lines) + "\n]}\n"
+    path.write_text(text, encoding="utf-8")
+
+
+def _packed(group: list[Row]) -> dict[str, Any]:
+    """The rows of one cell as columns; a part that a failed row lacks is null in each of its columns."""
+    shared = {name: getattr(group[0], name) for name in ("cell_key", "cell", "versions", "schema_version")}
+    columns: dict[str, Any] = {name: [getattr(row, name) for row in group] for name in _ROW_COLUMNS}
+    for part, kind in _PARTS.items():
+        records = [getattr(row, part) for row in group]
+        columns[part] = {
+            field.name: [record and getattr(record, field.name) for record in records] for field in fields(kind)
+        }
+    return {**shared, **columns, "example": [row.example["id"] for row in group]}
+
+
+def _unpacked(cell: Mapping[str, Any], examples: Mapping[str, Any]) -> Iterable[Row]:
+    shared = {name: cell[name] for name in ("cell_key", "cell", "versions", "schema_version")}
+    for index, example in enumerate(cell["example"]):
+        row = {name: cell[name][index] for name in _ROW_COLUMNS}
+        parts = {part: _record(cell[part], index) for part in _PARTS}
+        yield Row.from_mapping({**shared, **row, **parts, "example": examples[example]})
+
+
+def _record(columns: Mapping[str, list[Any]], index: int) -> dict[str, Any] | None:
+    values = {name: column[index] for name, column in columns.items()}
+    return None if all(value is None for value in values.values()) else values

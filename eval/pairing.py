@@ -1,0 +1,61 @@
+"""What a policy gains or loses against simple ones, example by example at the same budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .statistics import Interval, paired_difference
+from .summary import CellSummary
+
+__all__ = ["BASELINES", "Pair", "pairs"]
+
+# The full cache has no budget and is compared with at every one. A policy that does not beat the newest rows, or rows
+# drawn at random, has found nothing in its scores.
+BASELINES = ("full", "sliding_window", "random")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Differences `ours - baseline` over the examples both have; a lower NLL is better."""
+
+    summary: CellSummary
+    baseline: str
+    n: int
+    score: Interval
+    answer_nll: Interval
+
+
+def pairs(summaries: Iterable[CellSummary]) -> list[Pair]:
+    """Compare every measured cell with the baselines of its task, length and budget; first come the cells.
+
+    A baseline that ran with several option sets is represented by its first.
+    """
+    cells = list(summaries)
+    found = [_pair(ours, _baseline_of(ours, name, cells)) for ours in cells for name in BASELINES]
+    return [pair for pair in found if pair is not None]
+
+
+def _baseline_of(ours: CellSummary, name: str, cells: Iterable[CellSummary]) -> CellSummary | None:
+    """The cell of that policy at the same point, unless it is the same policy."""
+    if ours.cell.policy == name:
+        return None
+    budget = None if name == "full" else ours.cell.budget
+
+    def matches(other: CellSummary) -> bool:
+        point = ("task", "length_tokens", "max_new_tokens", "question_aware")
+        same_point = all(getattr(other.cell, field) == getattr(ours.cell, field) for field in point)
+        return same_point and (other.cell.policy, other.cell.budget) == (name, budget)
+
+    return next((other for other in cells if matches(other)), None)
+
+
+def _pair(ours: CellSummary, baseline: CellSummary | None) -> Pair | None:
+    if baseline is None or ours.measured is None or baseline.measured is None:
+        return None
+    score = paired_difference(ours.measured.scores, baseline.measured.scores)
+    nll = paired_difference(ours.measured.nlls, baseline.measured.nlls)
+    if score is None or nll is None:
+        return None
+    shared = ours.measured.scores.keys() & baseline.measured.scores.keys()
+    return Pair(summary=ours, baseline=baseline.cell.policy, n=len(shared), score=score, answer_nll=nll)

@@ -1,0 +1,39 @@
+"""The tables of docs/results.md are those that the records in benchmarks/ give."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("evaluate")
+
+from hf_kvpolicy.eval.packed import PackedRun
+from hf_kvpolicy.eval.report import depth_table, paired_table, quality_table, summaries_of, tables
+
+ROOT = Path(__file__).parents[2]
+RECORDS = ROOT / "benchmarks" / "smollm2-135m_cpu_2026-11-30_needle_retention.json"
+
+
+def test_the_tables_are_those_of_the_records() -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    for _, group in tables(summaries_of(PackedRun(RECORDS))):
+        for table in (quality_table(group), paired_table(group), depth_table(group)):
+            assert "\n".join(table) in page, "paste the lines of this table into the page"
+
+
+def test_every_cell_of_the_records_was_measured() -> None:
+    summaries = summaries_of(PackedRun(RECORDS))
+    assert all(summary.measured and summary.measured.n >= 20 for summary in summaries)
+
+
+@pytest.mark.parametrize(("budget", "answers"), [(512, 15), (256, 14)])
+def test_snapkv_gives_the_first_four_digits_as_often_as_the_page_says(budget: int, answers: int) -> None:
+    right = []
+    for row in PackedRun(RECORDS).rows():
+        if row.cell["policy"] == "snapkv" and row.cell["options"] == {"unit": "head"} and row.cell["budget"] == budget:
+            assert row.quality is not None
+            pairs = zip(row.quality.output_text.strip(), row.example["answers"][0], strict=False)
+            right.append(len(list(takewhile(lambda pair: pair[0] == pair[1], pairs))))
+    assert right.count(4) == answers
