@@ -18,11 +18,12 @@ from .contract import KVPolicyState, KVVisibilityPolicyManifest, PackedKVViewRec
 from .engine import Composition, RunStatistics, Runtime
 from .errors import BackendAdmissionError, ConfigError, IntegrityError
 from .fingerprint import checkpoint_fingerprint
-from .frame import STEP, LayerStep, active_cache
+from .frame import STEP, KeptTokens, LayerStep, Reader, active_cache
 from .geometry import CacheGeometry, text_config
 from .layers import PolicyLayer
 from .ledger import Ledger, account
 from .positions import RotarySpec
+from .pruning import prune_between
 from .records import Identity, integrity_faults, manifest_of, positions_of, prefix_digest, receipt_of, state_of
 from .registry import ModelPatch, model_patch
 
@@ -76,7 +77,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     # -- what transformers calls --------------------------------------------------------------------------------------
 
-    def begin_forward(self, decoder: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
+    def begin_forward(self, decoder: PreTrainedModel, arguments: Mapping[str, Any], reader: Reader | None) -> None:
         """Open a forward; called by the hook that `attach` installs."""
         bound = None if self._decoder is None else self._decoder()
         if bound is None:
@@ -87,7 +88,14 @@ class PolicyCache(Cache):  # type: ignore[misc]
                 f"This cache belongs to another {type(bound).__name__}; rows of one model mean nothing to another. "
                 "Make a cache for this model."
             )
-        self._runtime.begin(decoder, arguments)
+        self._runtime.begin(decoder, arguments, reader)
+        if self._runtime.step is not None and self._runtime.step.prunes:
+            prune_between(self._patch.decoder_layers(decoder))
+
+    def kept_tokens(self) -> KeptTokens | None:
+        """Return which tokens the next decoder layer computes, or None for all (called by the hook on layers)."""
+        step = self._runtime.step
+        return None if step is None else step.kept_tokens()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -386,12 +394,11 @@ def _weakly(method: Callable[[], _T]) -> Callable[[], _T]:
 
 
 def _model_and_config(given: Any) -> tuple[Any, Any]:
-    if isinstance(given, PreTrainedConfig):
-        config = given
-        return None, config if getattr(config, "is_encoder_decoder", False) else text_config(config)
+    model, config = None, given
     if isinstance(given, torch.nn.Module):
         from .attach import unwrap
 
-        config = unwrap(given).config
-        return given, config if getattr(config, "is_encoder_decoder", False) else text_config(config)
-    raise ConfigError(f"A policy cache is made from a transformers model or config; got {type(given).__name__}.")
+        model, config = given, unwrap(given).config
+    elif not isinstance(given, PreTrainedConfig):
+        raise ConfigError(f"A policy cache is made from a transformers model or config; got {type(given).__name__}.")
+    return model, config if getattr(config, "is_encoder_decoder", False) else text_config(config)

@@ -33,6 +33,7 @@ _SMALL: dict[str, dict[str, Any]] = {
     "h2o": {"budget": 8},
     "keyformer": {"budget": 8, "recent_ratio": 0.5},
     "pyramidkv": {"budget": 8, "window": 3, "kernel_size": 3, "beta": 4},
+    "pyramidinfer": {"budget": 8, "decay": 0.6, "sinks": 2, "min_context": 2},
     "zigzagkv": {"budget": 8, "window": 3, "kernel_size": 3},
     "adakv": {"budget": 8, "window": 3, "kernel_size": 3, "alpha": 0.8},
     "scissorhands": {"budget": 8, "recent": 2, "history": 12},
@@ -51,6 +52,12 @@ def small_options(name: str) -> dict[str, Any]:
 def is_lossy(name: str) -> bool:
     """Whether a policy ever drops rows."""
     return name != "full"
+
+
+def drops_tokens(cache: Any) -> bool:
+    """Whether a prompt fed to this cache may leave no output at most of its positions."""
+    composition = getattr(cache, "composition", None)
+    return composition is not None and composition.pruning is not None and composition.pruning.decay < 1
 
 
 def policies(*, lossy: bool = False) -> list[str]:
@@ -147,7 +154,9 @@ def generate(model: Any, ids: Tensor, cache: Any, new: int = 6, **kwargs: Any) -
 
 
 def forward(model: Any, ids: Tensor, cache: Any, **kwargs: Any) -> Tensor:
-    """Run one forward with a cache and return its logits."""
+    """Run one forward with a cache and return its logits (of the last position where a policy drops the others)."""
+    if drops_tokens(cache):
+        kwargs.setdefault("logits_to_keep", 1)
     return model(ids, **{CACHE: cache}, use_cache=True, **kwargs).logits
 
 

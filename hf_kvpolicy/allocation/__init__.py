@@ -2,6 +2,7 @@
 
 from .base import UNIFORM, Allocation, Demand, UniformAllocation
 from .budget import Budget, parse_budget
+from .depth import DepthDecay
 from .schedules import AdaptiveAllocation, HeadTableAllocation, PyramidAllocation, ZigZagAllocation
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "Allocation",
     "Budget",
     "Demand",
+    "DepthDecay",
     "HeadTableAllocation",
     "PyramidAllocation",
     "UniformAllocation",

@@ -1,6 +1,6 @@
 """One file a method: a constructor that composes the axes."""
 
-from .allocation import AdaKVCache, PyramidKVCache, ZigZagKVCache
+from .allocation import AdaKVCache, PyramidInferCache, PyramidKVCache, ZigZagKVCache
 from .retention import (
     FullCache,
     H2OCache,
@@ -17,6 +17,7 @@ __all__ = [
     "FullCache",
     "H2OCache",
     "KeyformerCache",
+    "PyramidInferCache",
     "PyramidKVCache",
     "RandomCache",
     "ScissorhandsCache",

@@ -13,6 +13,8 @@ import hf_kvpolicy as kv
 from hf_kvpolicy.compat import cache_argument
 
 POLICIES = ("streaming_llm", "sliding_window", "snapkv", "random", "h2o", "scissorhands", "keyformer")
+# Policies that drop tokens while a prompt runs; they are timed on prompts only, with the schedule they have by default.
+PRUNING_POLICIES = ("pyramidinfer",)
 
 
 def stock_twin(model: Any) -> Any:
@@ -25,7 +27,7 @@ def new_cache(policy: str | None, model: Any, budget: int) -> Any:
     """A policy's cache, or transformers' own for None."""
     if policy is None:
         return DynamicCache(config=model.config)
-    return kv.make_cache(policy, model, budget=budget)
+    return kv.make_cache(policy, model, budget=None if policy in PRUNING_POLICIES else budget)
 
 
 def forward(model: Any, input_ids: torch.Tensor, cache: Any) -> None:

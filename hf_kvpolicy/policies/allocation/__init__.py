@@ -1,7 +1,8 @@
-"""Policies that distribute a budget over layers and heads."""
+"""Policies whose layers and heads keep different numbers of rows."""
 
 from .adakv import AdaKVCache
+from .pyramidinfer import PyramidInferCache
 from .pyramidkv import PyramidKVCache
 from .zigzagkv import ZigZagKVCache
 
-__all__ = ["AdaKVCache", "PyramidKVCache", "ZigZagKVCache"]
+__all__ = ["AdaKVCache", "PyramidInferCache", "PyramidKVCache", "ZigZagKVCache"]
