@@ -18,8 +18,8 @@ from .carried import reduce_group
 
 __all__ = ["RecentAttention"]
 
-# fp32 logits and weights of one block of queries.
-_WORKSPACE_BYTES = 64 << 20
+# fp32 logits and weights of one block of queries: what stays in a CPU's cache, or what keeps a GPU busy.
+_CPU_WORKSPACE_BYTES, _WORKSPACE_BYTES = 4 << 20, 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,10 @@ class RecentAttention:
         return min(tokens, 1 + int(tokens * self.recent_ratio))
 
     def votes(self, seen: LayerObservation, *, group: str, score_heads: int) -> Tensor:
-        """Return fp32 votes [B, H, N]; every observed query is real."""
+        """Return fp32 votes [B, H, N]; every observed query is real.
+
+        A mask narrower than the rows its queries see is about the last of these.
+        """
         assert seen.queries_BQWD is not None, "the engine hands over the recent queries"
         assert seen.visibility is not None, "queries come with what they see"
         batch, heads, rows, _ = seen.keys_BHND.shape
@@ -58,7 +61,8 @@ class RecentAttention:
         votes_BHGN = torch.zeros((batch, heads, size, rows), dtype=torch.float32, device=device)
         keys_BHND = seen.keys_BHND.float()
         weight_W = torch.linspace(1.0, self.distance_weight, queries, device=device) / queries
-        width = max(1, _WORKSPACE_BYTES // (8 * batch * query_heads * rows))
+        workspace_bytes = _CPU_WORKSPACE_BYTES if device.type == "cpu" else _WORKSPACE_BYTES
+        width = max(1, workspace_bytes // (8 * batch * query_heads * rows))
         for start in range(0, queries, width):
             stop = min(queries, start + width)
             mask, covered = seen.visibility.block(start, stop)
@@ -66,7 +70,7 @@ class RecentAttention:
             logits = torch.matmul(block * seen.scaling, keys_BHND[:, :, :covered].transpose(2, 3))
             logits = logits.view(batch, heads, size, stop - start, covered)
             if mask is not None:
-                logits.masked_fill_(~mask.unsqueeze(2), float("-inf"))
+                logits[..., covered - mask.shape[-1] :].masked_fill_(~mask.unsqueeze(2), float("-inf"))
             votes_BHGN[..., :covered] += torch.matmul(weight_W[start:stop], torch.softmax(logits, dim=-1))
         return reduce_group(votes_BHGN, group)
 

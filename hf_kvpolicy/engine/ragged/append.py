@@ -23,5 +23,11 @@ class RaggedAppendStep(RaggedForward, AppendStep):
 
     def placed(self) -> dict[str, Any]:
         """Return where rows lie now."""
-        layers = range(self.runtime.geometry.num_layers)
-        return {"ragged": tuple(RaggedLayer(rows=self.buffers[i], map=self.base(i)) for i in layers)}
+        before = self.snapshot.ragged
+        return {
+            "ragged": tuple(
+                # Every layer has a map of its own, also while it is empty: the ledger counts one each.
+                RaggedLayer(rows=self.buffers[i], map=before[i].map if before else self.nothing())
+                for i in range(self.runtime.geometry.num_layers)
+            )
+        }

@@ -127,9 +127,13 @@ class RaggedForward(Step):
 
         return OwnerCandidates(slots=slots, base=base, tail=self.live_tail)
 
+    def nothing(self) -> RaggedMap:
+        """Return a map in which no owner holds a row."""
+        return RaggedMap.empty(self.inputs.batch, self.heads, self.inputs.device)
+
     @cached_property
     def _nothing(self) -> RaggedMap:
-        return RaggedMap.empty(self.inputs.batch, self.heads, self.inputs.device)
+        return self.nothing()
 
     @cached_property
     def _records(self) -> dict[int, RaggedVisibility]:

@@ -50,6 +50,7 @@ def plan_pruning(runtime: Runtime, inputs: ForwardInputs) -> PruningPlan:
     policy, snapshot, layers = runtime.composition, runtime.snapshot, runtime.geometry.num_layers
     assert policy.pruning is not None
     assert isinstance(policy.evidence, RecentAttention)
+    heads = policy.stored_heads(runtime.geometry)
     budget = None if policy.budget is None else runtime.budget_rows(inputs.frontier_after, inputs.batch)
     recents, contexts, drops = [], [], False
     for row, new in enumerate(inputs.new_tokens):
@@ -58,7 +59,7 @@ def plan_pruning(runtime: Runtime, inputs: ForwardInputs) -> PruningPlan:
         if budget is not None and recent:
             # Protected rows are inside the budget, and older than recent ones.
             recent = max(1, min(recent, budget[row] - len(policy.pinned_tokens)))
-        held_L = [snapshot.owner_rows(layer, 1)[row][0] if snapshot.buffers else 0 for layer in range(layers)]
+        held_L = [snapshot.owner_rows(layer, heads)[row][0] if snapshot.buffers else 0 for layer in range(layers)]
         kept_L = policy.pruning.kept_rows(
             held_L,
             new - recent,
@@ -69,6 +70,19 @@ def plan_pruning(runtime: Runtime, inputs: ForwardInputs) -> PruningPlan:
         recents.append(recent)
         contexts.append(kept_L)
     return PruningPlan(budget_rows=budget, recent_B=tuple(recents), context_BL=tuple(contexts), drops_rows=drops)
+
+
+class _SeenByRecent(SeenRows):
+    """What the newest queries see: under plain causality only their own tokens need a mask."""
+
+    __slots__ = ()
+
+    def block(self, start: int, stop: int) -> tuple[Tensor | None, int]:
+        """Return the mask of some queries over the last of the rows they see, and how many these are."""
+        if not self.visibility.is_plain:
+            return SeenRows.block(self, start, stop)
+        ones = torch.ones((stop - start, stop - start), dtype=torch.bool, device=self.columns_BW.device)
+        return ones.tril()[None, None], self.view.width - self.columns_BW.shape[1] + stop
 
 
 class PruningStep(RaggedSelection):
@@ -204,7 +218,7 @@ class PruningStep(RaggedSelection):
                 observed_BW=None,
                 keys_BHND=keys[None, None],
                 tokens_BMN=table.tokens_BMW,
-                visibility=SeenRows(visibility=visibility, view=table, columns_BW=columns),
+                visibility=_SeenByRecent(visibility=visibility, view=table, columns_BW=columns),
                 scaling=scaling,
             )
             votes = policy.evidence.votes(observation, group=policy.group, score_heads=1)[0, 0]
