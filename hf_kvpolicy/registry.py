@@ -48,7 +48,7 @@ class ModelPatch(Protocol):
         ...
 
     def decoder_layers(self, decoder: torch.nn.Module) -> Sequence[torch.nn.Module]:
-        """Return the decoder's layers in order; raise UnsupportedModelError where no token can be dropped between them."""
+        """Return the decoder's layers in order; raise UnsupportedModelError where they cannot be told."""
         ...
 
     def check(self, config: Any) -> None:

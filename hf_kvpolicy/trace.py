@@ -76,7 +76,7 @@ def trace(
     chunks = [ids[:, :prompt_tokens], *(ids[:, i : i + 1] for i in range(prompt_tokens, ids.shape[1]))]
     with torch.inference_mode():
         for chunk in chunks:
-            model(chunk, **{cache_argument(): cache}, use_cache=True)
+            model(chunk, **{cache_argument(): cache}, use_cache=True, logits_to_keep=1)
             for head, tokens in enumerate(cache.positions(layer)[: len(rows)]):
                 rows[head].append(TraceRow(tokens=cache.get_seq_length(), positions=tuple(tokens.tolist())))
     return rows

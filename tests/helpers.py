@@ -23,6 +23,10 @@ UNITS = ("head", "layer", "token")
 WINDOW_TOKENS = 7
 CACHE = cache_argument()
 
+# Policies that drop tokens while a prompt runs. A prompt then has one output and can be neither recorded nor held; that
+# this is refused is tested in tests/spec/test_pyramidinfer.py.
+PRUNING = ("pyramidinfer",)
+
 # Options of small budgets: far below the prompts the tests use.
 _SMALL: dict[str, dict[str, Any]] = {
     "full": {},

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import (
     FAMILIES,
+    PRUNING,
     WINDOW_TOKENS,
     case_id,
     content,
@@ -71,7 +72,7 @@ def test_generate(case: tuple[str, dict[str, Any]], family: str) -> None:
 @pytest.mark.parametrize("chunked", [None, "hold", "bounded"])
 def test_chunked_prefill_and_turns(case: tuple[str, dict[str, Any]], chunked: str | None) -> None:
     """Pieces of a padded batch; where the solo row has no column in a piece, it is not fed at all."""
-    if case[0] == "pyramidinfer" and chunked == "hold":
+    if case[0] in PRUNING and chunked == "hold":
         pytest.skip("a prompt that is pruned while it runs cannot be held; tests/spec/test_pyramidinfer.py")
     model = tiny("llama")
     prompts = [prompt(n, seed=n) for n in LENGTHS]
