@@ -93,18 +93,15 @@ class PolicyCache(Cache):  # type: ignore[misc]
             prune_between(self._patch.decoder_layers(decoder))
 
     def kept_tokens(self) -> KeptTokens | None:
-        """Return which tokens the next decoder layer computes, or None for all (called by the hook on layers)."""
-        step = self._runtime.step
-        return None if step is None else step.kept_tokens()
+        """Return which tokens the next decoder layer computes, or None for all (asked by the hook on layers)."""
+        return None if self._runtime.step is None else self._runtime.step.kept_tokens()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Take a layer's new rows and return the view its attention reads (called by the model)."""
         if torch.compiler.is_compiling():
-            raise BackendAdmissionError(
-                "A policy cache cannot be used inside torch.compile yet; run the model eagerly."
-            )
+            raise BackendAdmissionError("A policy cache cannot run inside torch.compile yet; run the model eagerly.")
         # A layer before this one whose attention never came: what a dead forward left open let an unattached model in.
         unattended = STEP.get() is not None
         if unattended or active_cache() is not self or not self._runtime.begun_here():
