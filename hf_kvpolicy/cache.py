@@ -38,8 +38,7 @@ _T = TypeVar("_T")
 class PolicyCache(Cache):  # type: ignore[misc]
     """Base of all policy caches. Pass it to `model(...)` or `model.generate(...)` like any transformers cache.
 
-    Lengths: `get_seq_length()` counts every column ever fed (pads included), never what is stored;
-    `stored_rows(layer)` counts what is stored.
+    `get_seq_length()` counts every column ever fed, pads included; `stored_rows(layer)` counts what is stored.
 
     Stored rows carry no gradient: run under `torch.no_grad()` or `torch.inference_mode()`, or expect gradients of the
     current forward's own tokens only.
