@@ -1,12 +1,14 @@
 """Making a model ready for policy caches, and undoing it exactly.
 
-What `attach` leaves on a model is one registered implementation name in its config and one forward pre-hook that holds
-no state; both can be read back from the model itself, so nothing is remembered elsewhere and copies of a model work.
+What `attach` leaves on a model is one registered implementation name in its config and two forward pre-hooks that hold
+no state, on the model and on its text decoder; all can be read back from the model itself, so nothing is remembered
+elsewhere and copies of a model work.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
@@ -17,8 +19,9 @@ from .backends import BACKENDS, admit_backend, backend_of, registered_name, stoc
 from .cache import PolicyCache
 from .compat import cache_of_call, set_implementation
 from .errors import ConfigError, UnsupportedModelError
-from .frame import enter_forward
+from .frame import READER, Reader, enter_forward, take_reader
 from .geometry import NAME_BRANCHING_MODEL_TYPES, text_config
+from .pruning import stop_pruning
 from .registry import model_patch
 
 __all__ = ["attach", "attached_backend", "detach", "model_and_config", "unwrap"]
@@ -56,21 +59,25 @@ def attach(model: _Model, backend: str | None = None) -> _Model:
         )
     decoder = patch.decoder(inner)
     stock_attention(BACKENDS[name], _first_attention(decoder))
-    if not _hooks(decoder):
-        decoder.register_forward_pre_hook(_before_forward, with_kwargs=True)
+    for module, hook in _places(inner, decoder):
+        if not _hooks(module, hook):
+            module.register_forward_pre_hook(hook, with_kwargs=True)
     return model
 
 
 def detach(model: _Model) -> _Model:
-    """Restore the model's own attention implementation and remove the hook; returns the model. Idempotent."""
+    """Restore the model's own attention implementation and remove every hook; returns the model. Idempotent."""
     inner = unwrap(model)
     backend = backend_of(str(inner.config._attn_implementation))
     if backend is None:
         return model
-    decoder = model_patch(text_config(inner.config)).decoder(inner)
-    for key in _hooks(decoder):
-        del decoder._forward_pre_hooks[key]
-        decoder._forward_pre_hooks_with_kwargs.pop(key, None)
+    patch = model_patch(text_config(inner.config))
+    decoder = patch.decoder(inner)
+    for module, hook in _places(inner, decoder):
+        for key in _hooks(module, hook):
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    stop_pruning(decoder.modules())
     set_implementation(inner, backend)
     return model
 
@@ -118,8 +125,13 @@ def _first_attention(decoder: torch.nn.Module) -> torch.nn.Module:
     raise UnsupportedModelError(f"{type(decoder).__name__} has no attention layer with a layer index.")
 
 
-def _hooks(decoder: torch.nn.Module) -> list[int]:
-    return [key for key, hook in decoder._forward_pre_hooks.items() if hook is _before_forward]
+def _places(model: torch.nn.Module, decoder: torch.nn.Module) -> list[tuple[torch.nn.Module, Callable[..., Any]]]:
+    outer = [] if model is decoder else [(model, _before_call)]
+    return [*outer, (decoder, _before_forward)]
+
+
+def _hooks(module: torch.nn.Module, wanted: Callable[..., Any]) -> list[int]:
+    return [key for key, hook in module._forward_pre_hooks.items() if hook is wanted]
 
 
 @lru_cache(maxsize=32)
@@ -127,18 +139,35 @@ def _parameters(forward: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)
 
 
+def _arguments(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments by name."""
+    if not args:
+        return kwargs
+    return {**dict(zip(_parameters(type(module).forward)[1:], args, strict=False)), **kwargs}
+
+
+def _before_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note what the outer model will read of its decoder's output."""
+    arguments = _arguments(module, args, kwargs)
+    chooses = "logits_to_keep" in _parameters(type(module).forward)
+    READER.set(
+        Reader(
+            has_labels=arguments.get("labels") is not None,
+            logits_to_keep=arguments.get("logits_to_keep", 0) if chooses else None,
+        )
+    )
+
+
 def _before_forward(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Tie this forward to its cache, or to none."""
-    arguments = kwargs
-    if args:
-        names = _parameters(type(module).forward)[1:]
-        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    reader = take_reader()
+    arguments = _arguments(module, args, kwargs)
     cache = cache_of_call(arguments)
     if not isinstance(cache, PolicyCache):
         enter_forward(None)
         return None
     enter_forward(cache)
-    cache.begin_forward(cast(PreTrainedModel, module), arguments)
+    cache.begin_forward(cast(PreTrainedModel, module), arguments, reader)
     return None

@@ -18,11 +18,12 @@ from .contract import KVPolicyState, KVVisibilityPolicyManifest, PackedKVViewRec
 from .engine import Composition, RunStatistics, Runtime
 from .errors import BackendAdmissionError, ConfigError, IntegrityError
 from .fingerprint import checkpoint_fingerprint
-from .frame import STEP, LayerStep, active_cache
+from .frame import STEP, KeptTokens, LayerStep, Reader, active_cache
 from .geometry import CacheGeometry
 from .layers import PolicyLayer
 from .ledger import Ledger, account
 from .positions import RotarySpec
+from .pruning import prune_between
 from .records import Identity, integrity_faults, manifest_of, positions_of, prefix_digest, receipt_of, state_of
 from .registry import ModelPatch, model_patch
 
@@ -37,8 +38,7 @@ _T = TypeVar("_T")
 class PolicyCache(Cache):  # type: ignore[misc]
     """Base of all policy caches. Pass it to `model(...)` or `model.generate(...)` like any transformers cache.
 
-    Lengths: `get_seq_length()` counts every column ever fed (pads included), never what is stored;
-    `stored_rows(layer)` counts what is stored.
+    `get_seq_length()` counts every column ever fed, pads included; `stored_rows(layer)` counts what is stored.
 
     Stored rows carry no gradient: run under `torch.no_grad()` or `torch.inference_mode()`, or expect gradients of the
     current forward's own tokens only.
@@ -76,7 +76,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     # -- what transformers calls --------------------------------------------------------------------------------------
 
-    def begin_forward(self, decoder: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
+    def begin_forward(self, decoder: PreTrainedModel, arguments: Mapping[str, Any], reader: Reader | None) -> None:
         """Open a forward; called by the hook that `attach` installs."""
         bound = None if self._decoder is None else self._decoder()
         if bound is None:
@@ -87,16 +87,20 @@ class PolicyCache(Cache):  # type: ignore[misc]
                 f"This cache belongs to another {type(bound).__name__}; rows of one model mean nothing to another. "
                 "Make a cache for this model."
             )
-        self._runtime.begin(decoder, arguments)
+        self._runtime.begin(decoder, arguments, reader)
+        if self._runtime.step is not None and self._runtime.step.prunes:
+            prune_between(self._patch.decoder_layers(decoder))
+
+    def kept_tokens(self) -> KeptTokens | None:
+        """Return which tokens the next decoder layer computes, or None for all (asked by the hook on layers)."""
+        return None if self._runtime.step is None else self._runtime.step.kept_tokens()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Take a layer's new rows and return the view its attention reads (called by the model)."""
         if torch.compiler.is_compiling():
-            raise BackendAdmissionError(
-                "A policy cache cannot be used inside torch.compile yet; run the model eagerly."
-            )
+            raise BackendAdmissionError("A policy cache cannot run inside torch.compile yet; run the model eagerly.")
         # A layer before this one whose attention never came: what a dead forward left open let an unattached model in.
         unattended = STEP.get() is not None
         if unattended or active_cache() is not self or not self._runtime.begun_here():
@@ -334,8 +338,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         """Name the policy, the budget and what is held."""
-        heads = self.composition.stored_heads(self._geometry)
-        held = self._runtime.snapshot.total_rows(self.num_layers, heads)
+        held = self._runtime.snapshot.total_rows(self.num_layers, self.composition.stored_heads(self._geometry))
         budget = "none" if self.composition.budget is None else self.composition.budget.declared
         return f"{type(self).__name__}(budget={budget}, columns={self._runtime.columns}, rows={held})"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,7 +16,18 @@ if TYPE_CHECKING:
 
     from .cache import PolicyCache
 
-__all__ = ["FRAME", "STEP", "LayerStep", "active_cache", "enter_forward", "leave_forward"]
+__all__ = [
+    "FRAME",
+    "READER",
+    "STEP",
+    "KeptTokens",
+    "LayerStep",
+    "Reader",
+    "active_cache",
+    "enter_forward",
+    "leave_forward",
+    "take_reader",
+]
 
 FRAME: ContextVar[weakref.ref[PolicyCache] | None] = ContextVar("hf_kvpolicy_frame", default=None)
 
@@ -33,6 +45,35 @@ class LayerStep:
 
 
 STEP: ContextVar[LayerStep | None] = ContextVar("hf_kvpolicy_step", default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """What the outer model's call reads of the decoder's output."""
+
+    has_labels: bool
+    # As the call gives it; 0 is every position. None for a call whose head does not choose.
+    logits_to_keep: Any
+
+
+READER: ContextVar[Reader | None] = ContextVar("hf_kvpolicy_reader", default=None)
+
+
+def take_reader() -> Reader | None:
+    """Return who calls the decoder, once; None where nobody does."""
+    found = READER.get()
+    READER.set(None)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KeptTokens:
+    """Which of a forward's tokens the next decoder layer computes; int64 indices of a batch's rectangle [B, W]."""
+
+    # Where they lie among the tokens the layer before computed; None when those are all of them.
+    among_present_BW: Tensor | None
+    # Where they lie among all of the forward's tokens.
+    among_new_BW: Tensor
 
 
 def enter_forward(cache: PolicyCache | None) -> None:

@@ -30,11 +30,18 @@ from .geometry import CacheGeometry
 
 __all__ = ["Identity", "integrity_faults", "manifest_of", "positions_of", "prefix_digest", "receipt_of", "state_of"]
 
-_PHASES = {"never": "none", "every_step": "both", "when_full": "both", "end_of_prefill": "prefill"}
+_PHASES = {
+    "never": "none",
+    "every_step": "both",
+    "when_full": "both",
+    "in_prefill": "prefill",
+    "end_of_prefill": "prefill",
+}
 _CADENCES = {
     "never": "static",
     "every_step": "every_step",
     "when_full": "when_full",
+    "in_prefill": "in_prefill",
     "end_of_prefill": "end_of_prefill",
 }
 

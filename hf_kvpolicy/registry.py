@@ -7,7 +7,7 @@ import registers it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -45,6 +45,10 @@ class ModelPatch(Protocol):
 
     def decoder(self, model: PreTrainedModel) -> torch.nn.Module:
         """Return the text decoder whose forward receives the cache."""
+        ...
+
+    def decoder_layers(self, decoder: torch.nn.Module) -> Sequence[torch.nn.Module]:
+        """Return the decoder's layers in order; raise UnsupportedModelError where they cannot be told."""
         ...
 
     def check(self, config: Any) -> None:

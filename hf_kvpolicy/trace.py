@@ -85,7 +85,7 @@ def trace(
     chunks = [ids[:, :prompt_tokens], *(ids[:, i : i + 1] for i in range(prompt_tokens, ids.shape[1]))]
     with torch.inference_mode():
         for chunk in chunks:
-            model(chunk, **{cache_argument(): cache}, use_cache=True)
+            model(chunk, **{cache_argument(): cache}, use_cache=True, logits_to_keep=1)
             if not owner_rows:
                 owner_rows = tuple(tuple(cache.stored_rows(i)[0].tolist()) for i in range(cache.num_layers))
             for head, tokens in enumerate(cache.positions(layer)[: len(rows)]):

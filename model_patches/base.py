@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,20 @@ class RotaryDecoderPatch:
         """Return the module whose forward receives the cache."""
         inner: torch.nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model
         return inner
+
+    def decoder_layers(self, decoder: torch.nn.Module) -> Sequence[torch.nn.Module]:
+        """Return the decoder's layers in order.
+
+        Raises:
+            UnsupportedModelError: they are not where this family has them.
+        """
+        layers = getattr(decoder, "layers", None)
+        if not isinstance(layers, torch.nn.ModuleList):
+            raise UnsupportedModelError(
+                f"{type(decoder).__name__} has no list of decoder layers, so no token can be dropped between them. "
+                "Use a policy that compresses at the end of a prompt, such as snapkv."
+            )
+        return list(layers)
 
     def check(self, config: Any) -> None:
         """Accept every config of the family."""

@@ -26,6 +26,10 @@ UNITS = ("head", "layer", "token")
 WINDOW_TOKENS = 7
 CACHE = cache_argument()
 
+# Policies that drop tokens while a prompt runs. A prompt then has one output and can be neither recorded nor held; that
+# this is refused is tested in tests/spec/test_pyramidinfer.py.
+PRUNING = ("pyramidinfer",)
+
 # Options of small budgets: far below the prompts the tests use.
 _SMALL: dict[str, dict[str, Any]] = {
     "full": {},
@@ -36,6 +40,7 @@ _SMALL: dict[str, dict[str, Any]] = {
     "h2o": {"budget": 8},
     "keyformer": {"budget": 8, "recent_ratio": 0.5},
     "pyramidkv": {"budget": 8, "window": 3, "kernel_size": 3, "beta": 4},
+    "pyramidinfer": {"budget": 8, "decay": 0.6, "sinks": 2, "min_context": 2},
     "zigzagkv": {"budget": 8, "window": 3, "kernel_size": 3},
     "adakv": {"budget": 8, "window": 3, "kernel_size": 3, "alpha": 0.8},
     # Importances by layer and KV head: lengths differ as far as 8 rows allow.
@@ -56,6 +61,12 @@ def small_options(name: str) -> dict[str, Any]:
 def is_lossy(name: str) -> bool:
     """Whether a policy ever drops rows."""
     return name != "full"
+
+
+def drops_tokens(cache: Any) -> bool:
+    """Whether a prompt fed to this cache may leave no output at most of its positions."""
+    composition = getattr(cache, "composition", None)
+    return composition is not None and composition.pruning is not None and composition.pruning.decay < 1
 
 
 def policies(*, lossy: bool = False) -> list[str]:
@@ -153,7 +164,9 @@ def generate(model: Any, ids: Tensor, cache: Any, new: int = 6, **kwargs: Any) -
 
 
 def forward(model: Any, ids: Tensor, cache: Any, **kwargs: Any) -> Tensor:
-    """Run one forward with a cache and return its logits."""
+    """Run one forward with a cache and return its logits (of the last position where a policy drops the others)."""
+    if drops_tokens(cache):
+        kwargs.setdefault("logits_to_keep", 1)
     return model(ids, **{CACHE: cache}, use_cache=True, **kwargs).logits
 
 

@@ -4,6 +4,7 @@ from .adaptive import global_top_counts, global_top_counts_reference, safeguarde
 from .apportion import apportion, apportion_reference
 from .base import UNIFORM, Allocation, Demand, UniformAllocation
 from .budget import Budget, parse_budget
+from .depth import DepthDecay
 from .exact import Number
 from .head_table import head_reference_rows, head_reference_total_rows, head_targets, query_to_kv_importance
 from .pyramid import pyramid_reference_rows, pyramid_reference_total_rows, pyramid_targets
@@ -17,6 +18,7 @@ __all__ = [
     "Allocation",
     "Budget",
     "Demand",
+    "DepthDecay",
     "HeadTableAllocation",
     "Number",
     "PolicyChoice",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..allocation import UNIFORM, Allocation, Budget
+from ..allocation import UNIFORM, Allocation, Budget, DepthDecay
 from ..errors import BudgetError, ConfigError, ManifestError, did_you_mean
 from ..evidence import GROUPS, CarriedEvidence, Evidence
 from ..geometry import CacheGeometry
@@ -15,7 +15,7 @@ from ..selection import UNITS
 
 __all__ = ["Composition", "Schedule"]
 
-Schedule = Literal["never", "every_step", "when_full", "end_of_prefill"]
+Schedule = Literal["never", "every_step", "when_full", "in_prefill", "end_of_prefill"]
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "unit": UNITS,
@@ -59,6 +59,8 @@ class Composition:
     # How a budget is distributed over layers and heads; anything but uniform needs ragged storage.
     allocation: Allocation = UNIFORM
     storage: str = "dense"
+    # How many tokens of a prompt each layer passes on to the next; None passes all on.
+    pruning: DepthDecay | None = None
     # The constructor's options as given, for the manifest and YAML.
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -84,6 +86,7 @@ class Composition:
                 "shares one set. Use unit='head', or owner='kv_head'."
             )
         self._check_storage()
+        self._check_pruning()
         if self.budget is not None and self.budget.kind == "rows":
             self.check_rows(int(self.budget.value))
         if self.budget is not None and self.budget.kind == "ratio" and self.chunked_prefill == "bounded":
@@ -109,6 +112,21 @@ class Composition:
             raise ManifestError(
                 f"{self.policy}: unit='layer' shares one set of rows among the heads of a layer, but budgets differ "
                 "by head. Use unit='head'."
+            )
+
+    def _check_pruning(self) -> None:
+        if self.pruning is None:
+            return
+        if self.unit != "layer":
+            raise ManifestError(
+                f"{self.policy}: a token that is dropped between layers is dropped for all heads of a layer, but "
+                f"unit={self.unit!r} gives sets of another kind. Use unit='layer'."
+            )
+        if self.chunked_prefill == "hold":
+            raise ManifestError(
+                f"{self.policy}: tokens are dropped while a prompt runs, by its last queries, but "
+                "chunked_prefill='hold' feeds those after the other tokens have passed every layer. Feed the prompt in "
+                "one forward, or use chunked_prefill='bounded', which prunes every chunk on its own."
             )
 
     @property

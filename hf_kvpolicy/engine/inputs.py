@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendAdmissionError, ConfigError
+from ..frame import Reader
 from .snapshot import Frontier, Snapshot
 
 __all__ = ["ForwardInputs", "read_inputs"]
@@ -34,9 +35,13 @@ class ForwardInputs:
     # Whether masked columns, if any, all come first (then candidates need no sorting).
     left_padded: bool
     frontier_after: Frontier
+    # What the caller reads beside the last position, in words; None for nothing.
+    also_read: str | None = None
 
 
-def read_inputs(module: torch.nn.Module, arguments: Mapping[str, Any], snapshot: Snapshot) -> ForwardInputs:
+def read_inputs(
+    module: torch.nn.Module, arguments: Mapping[str, Any], snapshot: Snapshot, reader: Reader | None
+) -> ForwardInputs:
     """Validate a decoder call against what the cache holds.
 
     Raises:
@@ -79,7 +84,23 @@ def read_inputs(module: torch.nn.Module, arguments: Mapping[str, Any], snapshot:
         changed_mask_BF=changed,
         left_padded=left_padded,
         frontier_after=after,
+        also_read=_also_read(module, arguments, reader),
     )
+
+
+def _also_read(module: torch.nn.Module, arguments: Mapping[str, Any], reader: Reader | None) -> str | None:
+    config: Any = module.config
+    wants_states = arguments.get("output_hidden_states")
+    if config.output_hidden_states if wants_states is None else wants_states:
+        return "the hidden states of every layer (output_hidden_states=True)"
+    if reader is None or reader.logits_to_keep is None:
+        return "the decoder's output at every position"
+    if reader.has_labels:
+        return "a loss over every position (labels)"
+    keep = reader.logits_to_keep
+    if isinstance(keep, int) and keep == 1:
+        return None
+    return "the logits of every position" if isinstance(keep, int) and keep == 0 else "more logits than the last"
 
 
 def _refuse_modes(module: torch.nn.Module, arguments: Mapping[str, Any]) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
+from ..errors import ConfigError
 from .append import AppendStep
 from .composition import Composition
 from .evict import EvictStep
 from .inputs import ForwardInputs
-from .ragged import RaggedAppendStep, RaggedSegmentStep
+from .ragged import PruningStep, RaggedAppendStep, RaggedSegmentStep, plan_pruning
 from .ring import RingStep
 from .segment import SegmentStep
 from .snapshot import Frontier, Snapshot
@@ -27,6 +28,8 @@ MAX_ROLLBACK_TOKENS = 64
 def plan_step(runtime: Runtime, inputs: ForwardInputs) -> Step:
     """Return the step that runs a forward: append, ring or evict, or a segment whose rows compete."""
     policy, snapshot = runtime.composition, runtime.snapshot
+    if policy.pruning is not None and not _appends(runtime, inputs):
+        return _pruning_step(runtime, inputs)
     if runtime.recording or policy.schedule == "never" or _appends(runtime, inputs):
         return _append_step(runtime, inputs)
     budget = budget_rows(runtime, inputs.frontier_after, inputs.batch)
@@ -45,13 +48,39 @@ def _appends(runtime: Runtime, inputs: ForwardInputs) -> bool:
     """Whether these rows are taken without choosing."""
     policy, snapshot = runtime.composition, runtime.snapshot
     decodes = inputs.length == 1 and snapshot.frontier.columns > 0
-    if policy.schedule == "end_of_prefill" and (decodes or (policy.on_append == "append" and snapshot.decision_epoch)):
+    if policy.schedule in ("end_of_prefill", "in_prefill") and (
+        decodes or (policy.on_append == "append" and snapshot.decision_epoch)
+    ):
         return True
     if policy.schedule == "when_full" and decodes:
         budget = budget_rows(runtime, inputs.frontier_after, inputs.batch)
         after = zip(snapshot.counts, inputs.new_tokens, budget, strict=True)
         return all(held + new <= rows for held, new, rows in after)
     return policy.chunked_prefill == "hold" and not policy.is_positional and not decodes
+
+
+def _pruning_step(runtime: Runtime, inputs: ForwardInputs) -> Step:
+    """Return the step of a prompt segment between whose layers tokens are dropped.
+
+    Raises:
+        ConfigError: a token that would be dropped is wanted later.
+    """
+    bounded = runtime.composition.budget is not None
+    budget = budget_rows(runtime, inputs.frontier_after, inputs.batch) if bounded else None
+    plan = plan_pruning(runtime, inputs, budget)
+    wanted = "tokens that wait for acceptance (past recording: assisted decoding, prompt lookup)"
+    wanted = wanted if runtime.recording else inputs.also_read or ""
+    if plan.drops_rows and wanted:
+        raise ConfigError(
+            f"{runtime.composition.policy} drops tokens of a prompt between layers, so that only the last position has "
+            f"an output, but the caller wants {wanted}. Call the whole model with logits_to_keep=1, as generate() "
+            "does, without labels, output_hidden_states and past recording; or use a policy that compresses at the end "
+            "of a prompt, such as snapkv; or decay=1 without a budget, which drops nothing."
+        )
+    if runtime.recording:
+        return _append_step(runtime, inputs)
+    _warn_consecutive(runtime, inputs)
+    return PruningStep(runtime, runtime.snapshot, inputs, runtime.open_transaction(state=True), plan)
 
 
 def _append_step(runtime: Runtime, inputs: ForwardInputs) -> AppendStep:
@@ -100,9 +129,10 @@ def _warn_consecutive(runtime: Runtime, inputs: ForwardInputs) -> None:
     unplanned = policy.chunked_prefill is None and not policy.is_positional and runtime.snapshot.last_was_segment
     if unplanned and inputs.length > 1 and not runtime.warned_segments:
         runtime.warned_segments = True
+        held = "" if policy.pruning is not None else "'hold' (one selection at the end) or "
         warnings.warn(
             f"{policy.policy}: two prompt segments follow one another without a decode step; each is compressed on "
-            "its own. If this is one prompt fed in chunks, make the cache with chunked_prefill='hold' (one selection "
-            "at the end) or 'bounded' (the budget holds after every chunk).",
+            f"its own. If this is one prompt fed in chunks, make the cache with chunked_prefill={held}'bounded' (each "
+            "chunk is compressed on its own, and the budget holds after it).",
             stacklevel=2,
         )

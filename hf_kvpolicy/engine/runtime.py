@@ -11,6 +11,7 @@ import torch
 
 from ..contract import GenerationClock, Generations, Phase, Transaction
 from ..errors import CapacityError, ConfigError, StaleGenerationError
+from ..frame import Reader
 from ..geometry import CacheGeometry
 from ..positions import RotarySpec
 from ..storage import stored_tensors
@@ -73,11 +74,12 @@ class Runtime(Exclusive):
     # -- a forward ----------------------------------------------------------------------------------------------------
 
     @exclusive
-    def begin(self, module: torch.nn.Module, arguments: Mapping[str, Any]) -> None:
+    def begin(self, module: torch.nn.Module, arguments: Mapping[str, Any], reader: Reader | None) -> None:
         """Open a forward: drop what a dead one left, validate, accept what waits, plan."""
         self.prefetch()
         with stored_tensors():
-            inputs = read_inputs(module, arguments, self.snapshot if self.waiting is None else self.waiting.snapshot)
+            before = self.snapshot if self.waiting is None else self.waiting.snapshot
+            inputs = read_inputs(module, arguments, before, reader)
             self.accept(0, by_crop=False)
             if inputs.length == 1 and self.snapshot.open_segment is not None:
                 self.finish_prefill()

@@ -16,7 +16,7 @@ from ..backends import attend_view, run_stock
 from ..contract import Phase, Transaction
 from ..errors import ConfigError, IntegrityError
 from ..evidence import CarriedEvidence
-from ..frame import LayerStep, leave_forward
+from ..frame import KeptTokens, LayerStep, leave_forward
 from ..masks import MaskRecord
 from ..positions import Shift, local_shift, shift_keys
 from ..storage import DenseRows, RowMap, stored_tensors
@@ -33,6 +33,9 @@ __all__ = ["Step", "new_rows_map"]
 
 class Step(ABC):
     """One forward in flight. Subclasses decide where candidate rows go and which rows are published."""
+
+    # Whether tokens are dropped between layers.
+    prunes = False
 
     def __init__(self, runtime: Runtime, snapshot: Snapshot, inputs: ForwardInputs, transaction: Transaction) -> None:
         self.runtime, self.snapshot, self.inputs, self.transaction = runtime, snapshot, inputs, transaction
@@ -109,6 +112,10 @@ class Step(ABC):
     @abstractmethod
     def successor(self) -> Snapshot:
         """Return what will be published."""
+
+    def kept_tokens(self) -> KeptTokens | None:
+        """Return which tokens the next decoder layer computes; None for all."""
+        return None
 
     # -- shared pieces ------------------------------------------------------------------------------------------------
 

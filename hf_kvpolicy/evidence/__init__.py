@@ -7,6 +7,7 @@ from .gumbel import GumbelSoftmax, gumbel_noise
 from .low_scores import LowScoreHistory
 from .random import SeededRandom, hash_unit_reference
 from .recency import Recency
+from .recent_attention import RecentAttention
 from .segment_sums import SegmentAttention
 from .window_votes import GROUPS, Pooling, WindowVotes, pool_reference, window_votes_reference
 
@@ -21,6 +22,7 @@ __all__ = [
     "Pooling",
     "QueryBlock",
     "Recency",
+    "RecentAttention",
     "SeededRandom",
     "SegmentAttention",
     "Visibility",

@@ -1,6 +1,6 @@
 """One file a method: a constructor that composes the axes."""
 
-from .allocation import AdaKVCache, HeadKVCache, PyramidKVCache, ZigZagKVCache
+from .allocation import AdaKVCache, HeadKVCache, PyramidInferCache, PyramidKVCache, ZigZagKVCache
 from .retention import (
     FullCache,
     H2OCache,
@@ -18,6 +18,7 @@ __all__ = [
     "H2OCache",
     "HeadKVCache",
     "KeyformerCache",
+    "PyramidInferCache",
     "PyramidKVCache",
     "RandomCache",
     "ScissorhandsCache",

@@ -32,7 +32,8 @@ def compose(policy: str, common: Mapping[str, Any], own: Mapping[str, Any] | Non
     """
     shared = {**common, "protect": token_positions(common["protect"], policy)}
     options = {**shared, **(own or {})}
-    budget = parse_budget(shared.pop("budget"))
+    given = shared.pop("budget")
+    budget = None if given is None else parse_budget(given)
     return Composition(policy=policy, budget=budget, options=options, **shared, **axes)
 
 

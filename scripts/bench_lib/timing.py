@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .models import POLICIES, RAGGED, batch_ids, forward, new_cache, stored_rows
+from .models import POLICIES, PRUNING_POLICIES, RAGGED, batch_ids, forward, new_cache, stored_rows
 from .report import Measure
 
 # Decode that takes evidence from every step does more work than decode that does not.
@@ -25,7 +25,7 @@ DECODE_TARGET = 1.05
 RAGGED_TARGETS = {1: 1.10, 4: 1.25}
 # Policies that are not named score a whole prompt and have no target of their own.
 PREFILL_TARGETS = {"streaming_llm": 1.03, "sliding_window": 1.03, "snapkv": 1.08, "random": 1.08, "h2o": 1.6}
-PREFILL_TARGETS |= {"adakv": 1.10, "pyramidkv": 1.10, "headkv": 1.10}
+PREFILL_TARGETS |= {"adakv": 1.10, "pyramidkv": 1.10, "headkv": 1.10, "pyramidinfer": 0.9}
 BLOCK_TOKENS = 8
 
 
@@ -149,8 +149,10 @@ def prefill_measures(model: Any, stock: Any, filler: list[int], case: Case, roun
 
         return Contender(policy or "stock", prepare)
 
-    seconds = interleaved([contender(policy) for policy in (None, *POLICIES)], rounds)
-    for policy in POLICIES:
+    policies = (*POLICIES, *PRUNING_POLICIES)
+    seconds = interleaved([contender(policy) for policy in (None, *policies)], rounds)
+    for policy in policies:
         value, details = _ratio(seconds[policy], seconds["stock"], 1e3)
-        name = f"{policy}, {case.rows} rows, context {case.context}, batch {case.batch}"
+        rows = "default schedule" if policy in PRUNING_POLICIES else f"{case.rows} rows"
+        name = f"{policy}, {rows}, context {case.context}, batch {case.batch}"
         yield Measure("prefill", name, value, "<=", PREFILL_TARGETS.get(policy), details)

@@ -17,6 +17,7 @@ LONG_FUNCTIONS = {
     for policy in (
         "allocation/adakv",
         "allocation/headkv",
+        "allocation/pyramidinfer",
         "allocation/pyramidkv",
         "allocation/zigzagkv",
         "retention/keyformer",

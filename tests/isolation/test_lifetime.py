@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import case_id, forward, generate, policy_units, prompt, tiny
+from helpers import PRUNING, case_id, forward, generate, policy_units, prompt, tiny
 
 import hf_kvpolicy as kv
 
@@ -44,7 +44,8 @@ def test_a_used_cache_is_freed_at_once(case: Any) -> None:
     with torch.no_grad():
         generate(model, prompt(14, 1), cache, new=5)
         columns = cache.get_seq_length()
-        cache.activate_past_recording()
+        if case[0] not in PRUNING:
+            cache.activate_past_recording()
         forward(model, prompt(3, 2), cache)
     assert cache.get_seq_length() == columns + 3
     # Records outlive the cache and must not keep its rows.
@@ -53,7 +54,8 @@ def test_a_used_cache_is_freed_at_once(case: Any) -> None:
     del cache
     assert not alive(references)
     references = watched(twin)
-    twin.crop(-1)
+    if case[0] not in PRUNING:
+        twin.crop(-1)
     del twin
     assert not alive(references)
     assert records[0].policy_manifest_id.endswith(case[0])

@@ -12,6 +12,7 @@ import torch
 from helpers import (
     CACHE,
     FAMILIES,
+    PRUNING,
     assert_same_content,
     case_id,
     forward,
@@ -167,6 +168,8 @@ def test_two_caches_interleaved_on_one_model(case: tuple[str, dict[str, Any]]) -
 @pytest.mark.parametrize("order", ["inference no_grad grad", "grad inference no_grad", "no_grad grad inference"])
 @pytest.mark.parametrize("recorded", [False, True], ids=["plain", "recording"])
 def test_grad_modes_may_mix(case: tuple[str, dict[str, Any]], order: str, recorded: bool) -> None:
+    if recorded and case[0] in PRUNING:
+        pytest.skip("a prompt that is pruned while it runs cannot be recorded")
     model = tiny("llama")
     ids = prompt(60, rows=2)
     mask = torch.ones_like(ids)
@@ -197,11 +200,13 @@ def test_grad_modes_may_mix(case: tuple[str, dict[str, Any]], order: str, record
 def test_return_dict_carries_the_cache(case: tuple[str, dict[str, Any]]) -> None:
     model = tiny("llama")
     cache = make(case, model)
+    states = case[0] not in PRUNING
     out = generate(
-        model, prompt(20), cache, return_dict_in_generate=True, output_scores=True, output_hidden_states=True
+        model, prompt(20), cache, return_dict_in_generate=True, output_scores=True, output_hidden_states=states
     )
     assert getattr(out, CACHE) is cache
-    assert len(out.scores) == len(out.hidden_states) == 6
+    assert len(out.scores) == 6
+    assert not states or len(out.hidden_states) == 6
     assert torch.equal(out.sequences, generate(model, prompt(20), make(case, model)))
 
 

@@ -8,9 +8,11 @@ import pytest
 import torch
 from helpers import (
     FAMILIES,
+    PRUNING,
     WINDOW_TOKENS,
     case_id,
     content,
+    drops_tokens,
     forward,
     generate,
     kept_positions,
@@ -70,6 +72,8 @@ def test_generate(case: tuple[str, dict[str, Any]], family: str) -> None:
 @pytest.mark.parametrize("chunked", [None, "hold", "bounded"])
 def test_chunked_prefill_and_turns(case: tuple[str, dict[str, Any]], chunked: str | None) -> None:
     """Pieces of a padded batch; where the solo row has no column in a piece, it is not fed at all."""
+    if case[0] in PRUNING and chunked == "hold":
+        pytest.skip("a prompt that is pruned while it runs cannot be held; tests/spec/test_pyramidinfer.py")
     model = tiny("llama")
     prompts = [prompt(n, seed=n) for n in LENGTHS]
     ids, mask = left_padded(prompts, width=45)
@@ -86,7 +90,8 @@ def test_chunked_prefill_and_turns(case: tuple[str, dict[str, Any]], chunked: st
         first = 45 - LENGTHS[row]
         pieces = [real for real in piece_lengths(splits, first) if real]
         expected = feed(model, solo, ids[row : row + 1, first:], mask[row : row + 1, first:], pieces)
-        torch.testing.assert_close(logits[row : row + 1, first:], expected, atol=2e-5, rtol=1e-4)
+        if not drops_tokens(solo):  # else most positions have no logits; the rows below tell as much
+            torch.testing.assert_close(logits[row : row + 1, first:], expected, atol=2e-5, rtol=1e-4)
         assert_row_equals(batched, row, solo)
 
 
@@ -132,7 +137,8 @@ def test_finished_rows_keep_receiving_pads(case: tuple[str, dict[str, Any]]) -> 
         alone = ids[row : row + 1, real]
         first = int(real[:30].sum())
         expected = feed(model, solo, alone, torch.ones_like(alone), [first] + [1] * (alone.shape[1] - first))
-        torch.testing.assert_close(logits[row, real], expected[0], atol=2e-5, rtol=1e-4)
+        if not drops_tokens(solo):  # else most positions have no logits; the rows below tell as much
+            torch.testing.assert_close(logits[row, real], expected[0], atol=2e-5, rtol=1e-4)
         assert_row_equals(batched, row, solo)
 
 
@@ -153,7 +159,8 @@ def test_a_turn_after_some_rows_finished(case: tuple[str, dict[str, Any]]) -> No
         solo = make(case, model)
         alone = ids[row : row + 1, real]
         expected = feed(model, solo, alone, torch.ones_like(alone), pieces)
-        torch.testing.assert_close(logits[row, real], expected[0], atol=2e-5, rtol=1e-4)
+        if not drops_tokens(solo):  # else most positions have no logits; the rows below tell as much
+            torch.testing.assert_close(logits[row, real], expected[0], atol=2e-5, rtol=1e-4)
         assert_row_equals(batched, row, solo)
 
 

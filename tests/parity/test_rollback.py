@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import (
+    PRUNING,
     assert_same_content,
     case_id,
     forward,
@@ -23,7 +24,7 @@ from torch import Tensor
 
 import hf_kvpolicy as kv
 
-CASES = [*policy_units(), ("full", {})]
+CASES = [*(case for case in policy_units() if case[0] not in PRUNING), ("full", {})]
 REJECTED = (0, 1, 4)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*two prompt segments follow:UserWarning")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import case_id, forward, left_padded, policy_units, prompt, tiny
+from helpers import PRUNING, case_id, forward, left_padded, policy_units, prompt, tiny
 from torch import Tensor
 
 import hf_kvpolicy as kv
@@ -119,6 +119,8 @@ def records(cache: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_continues_bit_for_bit(case: Any, moment: str, tmp_path: Path) -> None:
+    if case[0] in PRUNING and MOMENTS[moment] is _cropped:
+        pytest.skip("a prompt that is pruned while it runs cannot be recorded")
     family, backend = ("mistral_window", "eager") if moment in ("decoded", "two_chunks") else ("llama", "sdpa")
     model = tiny(family, backend)
     session = Session(model, kv.make_cache(case[0], model, **case[1]))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import (
     FAMILIES,
+    PRUNING,
     case_id,
     dynamic_cache,
     forward,
@@ -31,6 +32,8 @@ from hf_kvpolicy.registry import policy_class
     "budget", [0, -3, 0.0, 1.5, -0.5, float("nan"), "", "12", "64 apples", "-1MiB", True, None, [4]]
 )
 def test_bad_budgets(name: str, budget: Any) -> None:
+    if budget is None and name in PRUNING:
+        pytest.skip("the schedule alone may decide: its budget is optional")
     with pytest.raises(kv.BudgetError, match=r"Give rows as a positive int.*\(0, 1\].*64MiB"):
         policy_class(name)(tiny("llama").config, **{**small_options(name), "budget": budget})
 
@@ -165,7 +168,7 @@ def test_attach_twice_and_detach_twice(name: str) -> None:
     before = {key: str(value) for key, value in model.__dict__.items() if not key.startswith("_")}
     for _ in range(2):
         assert kv.attach(model) is model
-    assert sum(len(m._forward_pre_hooks) for m in model.modules()) == 1
+    assert sum(len(m._forward_pre_hooks) for m in model.modules()) == 2, "one on the model, one on its decoder"
     generate(model, prompt(9), make(name, model))
     for _ in range(2):
         assert kv.detach(model) is model

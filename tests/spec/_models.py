@@ -34,7 +34,7 @@ def tokens(count: int, batch: int = 1, seed: int = 1) -> Tensor:
 def feed(model: LlamaForCausalLM, cache: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
     """Run one forward and return the logits of the last token."""
     with torch.inference_mode():
-        return model(ids, attention_mask=mask, **{cache_argument(): cache}).logits[:, -1]
+        return model(ids, attention_mask=mask, logits_to_keep=1, **{cache_argument(): cache}).logits[:, -1]
 
 
 def kept(cache: Any, batch: int = 0) -> list[list[list[int]]]:

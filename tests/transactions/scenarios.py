@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from helpers import forward, left_padded, policy_units, prompt, small_options, tiny
+from helpers import PRUNING, forward, left_padded, policy_units, prompt, small_options, tiny
 from torch import Tensor
 
 import hf_kvpolicy as kv
@@ -100,7 +100,8 @@ def pairs() -> Iterator[tuple[Case, Scenario]]:
     """Return every policy with every scenario that it can be in."""
     for scenario in SCENARIOS:
         for case in CHUNKED if scenario.held else CASES:
-            yield case, scenario
+            if case[0] not in PRUNING or scenario.prepare not in (_recorded, _recorded_prompt):
+                yield case, scenario
 
 
 def pair_id(value: Any) -> str:

@@ -6,6 +6,14 @@ masks and gathers are made for one owner at a time and nothing is ever padded to
 
 from .append import RaggedAppendStep
 from .deferred import decide_appended_ragged, laid_behind_ragged
+from .prune import PruningStep, plan_pruning
 from .segment import RaggedSegmentStep
 
-__all__ = ["RaggedAppendStep", "RaggedSegmentStep", "decide_appended_ragged", "laid_behind_ragged"]
+__all__ = [
+    "PruningStep",
+    "RaggedAppendStep",
+    "RaggedSegmentStep",
+    "decide_appended_ragged",
+    "laid_behind_ragged",
+    "plan_pruning",
+]

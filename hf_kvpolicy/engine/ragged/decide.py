@@ -19,10 +19,11 @@ from ...contract import Phase, Transaction
 from ...evidence import LayerObservation, reduce_group
 from ...geometry import CacheGeometry
 from ...selection import keep_best, kept_index
-from ...storage import RaggedLayer, RaggedMap, RaggedRows, RowMap, growth_slots
+from ...storage import RaggedLayer, RowMap
 from ..composition import Composition
 from ..decide import check_finite
 from .owners import OwnerCandidates, OwnerQueries
+from .pack import pack_owners
 
 __all__ = ["RaggedDecider"]
 
@@ -198,25 +199,7 @@ class RaggedDecider:
         enter = self._transaction.enter
         for phase in (Phase.PROTECT, Phase.SELECT, Phase.VALIDATE, Phase.ADMIT, Phase.RESERVE):
             enter(layer, phase)
-        chosen = self._chosen(layer, scored)
-        lengths = [
-            table.width if index is None else index.shape[0] for index, table in zip(chosen, scored.maps, strict=True)
-        ]
-        like_keys, like_values = scored.candidates.slots(0)
-        rows = RaggedRows.allocate(like_keys, like_values, [growth_slots(n) for n in lengths], self._heads)
-        numbers = []
-        for owner, (index, table) in enumerate(zip(chosen, scored.maps, strict=True)):
-            keys, values = scored.candidates.rows(owner)
-            columns, tokens = table.columns_BMW[0, 0], table.tokens_BMW[0, 0]
-            if index is not None:
-                columns, tokens = columns.index_select(0, index), tokens.index_select(0, index)
-                at = index.to(keys.device)
-                keys, values = keys.index_select(0, at), values.index_select(0, at)
-            packed_keys, packed_values = rows.owner(owner, lengths[owner])
-            packed_keys.copy_(keys)
-            packed_values.copy_(values)
-            numbers.append((columns, tokens))
-        self.layers[layer] = RaggedLayer(rows=rows, map=RaggedMap.of(numbers, self._heads))
+        self.layers[layer] = pack_owners(scored.candidates, scored.maps, self._chosen(layer, scored), self._heads)
         enter(layer, Phase.PACK)
 
     def _chosen(self, layer: int, scored: _Scored) -> list[Tensor | None]:

@@ -37,6 +37,11 @@ class RaggedForward(Step):
         return self.runtime.composition.stored_heads(self.runtime.geometry)
 
     @cached_property
+    def new_counts(self) -> tuple[int, ...]:
+        """Live rows among this forward's own, per batch row."""
+        return self.inputs.new_tokens
+
+    @cached_property
     def tail_after(self) -> RowMap:
         """Every appended row, this forward's own last."""
         old = self.snapshot.tail
@@ -67,7 +72,7 @@ class RaggedForward(Step):
     def place(self, layer: int, keys_BHTD: Tensor, values_BHTD: Tensor) -> RaggedRows:
         """Write a layer's new rows behind its owners' published ones; no live slot is touched."""
         keys, values = self.stored(keys_BHTD), self.stored(values_BHTD)
-        base, before, length = self.base(layer), self.snapshot.tail_width, self.inputs.length
+        base, before, length = self.base(layer), self.snapshot.tail_width, keys.shape[2]
         if self.snapshot.ragged:
             used = [rows + before for rows in base.lengths]
             rows = self.snapshot.ragged[layer].rows.grown(used, [slots + length for slots in used])
@@ -76,6 +81,15 @@ class RaggedForward(Step):
         rows.write(base.lengths_O, before, keys, values)
         self.buffers[layer] = rows
         return rows
+
+    def narrow(self, table: RowMap, counts: tuple[int, ...]) -> None:
+        """Go on with fewer rows of this forward's own, the same for every layer from now on."""
+        self._new_map, self._columns, self.new_counts = table, table.columns_BMW[:, 0].long(), counts
+        batch, heads, _, dim = self._expected
+        self._expected = (batch, heads, table.width, dim)
+        self._records.clear()
+        for derived in ("tail_after", "live_tail"):
+            self.__dict__.pop(derived, None)
 
     def is_new_buffer(self, layer: int) -> bool:
         """Whether a layer's buffers were made by this forward."""
@@ -133,7 +147,7 @@ class RaggedForward(Step):
         found = self._records.get(id(record))
         if found is None:
             tails = self.snapshot.tail_counts or (0,) * self.inputs.batch
-            live = [a + b for a, b in zip(tails, self.inputs.new_tokens, strict=True)]
+            live = [a + b for a, b in zip(tails, self.new_counts, strict=True)]
             found = self._records[id(record)] = RaggedVisibility(
                 record,
                 self.tail_after,

@@ -47,6 +47,10 @@ class LiveTail:
         """Return the number of live rows of one batch row."""
         return self._maps[row].width
 
+    def slots(self, row: int) -> Tensor | None:
+        """Return where one batch row's live rows lie in the tail, ascending; None when all slots are live."""
+        return self._index[row]
+
     def index(self, row: int, base_rows: int) -> Tensor | None:
         """Return where an owner's live rows lie among its base rows and the tail; None when all slots are live."""
         index = self._index[row]

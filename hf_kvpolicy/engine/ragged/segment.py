@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -15,8 +14,8 @@ from ..inputs import ForwardInputs
 from ..queries import held, hold_window
 from ..snapshot import Snapshot
 from .decide import RaggedDecider
-from .layers import RaggedForward
 from .owners import OwnerQueries
+from .selection import RaggedSelection
 
 if TYPE_CHECKING:
     from ..runtime import Runtime
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["RaggedSegmentStep"]
 
 
-class RaggedSegmentStep(RaggedForward):
-    """Attends over published and new rows, then every owner keeps its best."""
+class RaggedSegmentStep(RaggedSelection):
+    """Scores, allocates and selects as its policy's axes say."""
 
     def __init__(
         self,
@@ -49,12 +48,6 @@ class RaggedSegmentStep(RaggedForward):
         self._window = hold_window(None, inputs, snapshot.frontier.columns, wanted) if wanted else None
         self._seen: dict[int, OwnerQueries] = {}
 
-    def append(self, layer: int, keys_BHTD: Tensor, values_BHTD: Tensor) -> tuple[Tensor, Tensor]:
-        """A first prompt stays where it is; a later one goes behind the published rows for the time of attention."""
-        if self.snapshot.frontier.columns:
-            self.place(layer, keys_BHTD, values_BHTD)
-        return keys_BHTD, values_BHTD
-
     def attended(self, layer: int, query_BQTD: Tensor, step: LayerStep, record: MaskRecord, scaling: float) -> None:
         """Score, allocate, select and pack one layer (all of them after the last, where the allocation needs it)."""
         with stored_tensors():
@@ -70,21 +63,7 @@ class RaggedSegmentStep(RaggedForward):
     def successor(self) -> Snapshot:
         """Return the snapshot in which every owner holds what was chosen for it."""
         layers = self.decider.finish(self.runtime.geometry.num_layers)
-        frontier = self.inputs.frontier_after
-        return replace(
-            self.snapshot,
-            generations=self.transaction.successor,
-            frontier=frontier,
-            ragged=layers,
-            tail=None,
-            tail_counts=(0,) * self.inputs.batch,
-            budget_rows=self.budget_rows,
-            segment_tokens=frontier.tokens,
-            open_segment=None,
-            last_was_segment=self.inputs.length > 1,
-            decision_epoch=self.snapshot.decision_epoch + 1,
-            evicted_at_column=frontier.columns if self.decider.drops_rows else self.snapshot.evicted_at_column,
-        )
+        return self.selected(layers, drops_rows=self.decider.drops_rows)
 
     def fresh_buffers(self) -> list[Tensor]:
         """Return the tensors this forward made: packed layers, and grown buffers that still hold candidates."""

@@ -31,7 +31,7 @@ class RaggedVisibility:
 
         Args:
             tail: every appended row, this forward's own last; [B, 1, W].
-            query_columns_BT: columns of this forward's queries, [1, T].
+            query_columns_BT: columns of this forward's queries, [1 or B, T].
             is_full: no slot of the tail is dead (known on the host).
         """
         self._record, self._changed = record, changed_mask_BF
@@ -74,10 +74,17 @@ class RaggedVisibility:
     def _base_masks(self, base: RaggedMap) -> list[Tensor | None]:
         """Evaluate the rule once over the rows of all owners of the layer."""
         columns_N = base.columns_N.long()
-        seen_TN = self._record.allows(self._queries, columns_N[None, None, None, :])[0, 0]
+        rows = base.batch_size
+        per_row = [sum(base.lengths[b * base.heads : (b + 1) * base.heads]) for b in range(rows)]
+        queries = [self._queries] * rows if self._queries.shape[0] == 1 else list(torch.split(self._queries, 1))
+        seen_TN = torch.cat(
+            [
+                self._record.allows(columns, part[None, None, None, :])[0, 0]
+                for columns, part in zip(queries, torch.split(columns_N, per_row), strict=True)
+            ],
+            dim=1,
+        )
         if self._changed is not None:
-            rows = self._changed.shape[0]
-            per_row = [sum(base.lengths[b * base.heads : (b + 1) * base.heads]) for b in range(rows)]
             owner_rows = torch.arange(rows, device=columns_N.device).repeat_interleave(
                 torch.tensor(per_row, device=columns_N.device)
             )

@@ -1,8 +1,9 @@
-"""Policies that distribute a budget over layers and heads."""
+"""Policies whose layers and heads keep different numbers of rows."""
 
 from .adakv import AdaKVCache
 from .headkv import HeadKVCache
+from .pyramidinfer import PyramidInferCache
 from .pyramidkv import PyramidKVCache
 from .zigzagkv import ZigZagKVCache
 
-__all__ = ["AdaKVCache", "HeadKVCache", "PyramidKVCache", "ZigZagKVCache"]
+__all__ = ["AdaKVCache", "HeadKVCache", "PyramidInferCache", "PyramidKVCache", "ZigZagKVCache"]

@@ -1,0 +1,119 @@
+"""PyramidInfer: tokens are dropped while the prompt runs, more of them the deeper the layer.
+
+Yang et al., "PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference" (arXiv 2405.12532); section
+0x08C. In layer l of L the pivotal context are the k_l = int(c_l r_l) rows of its context that the newest 1 + int(n
+recent_ratio) queries attend to most, in the mean over heads and weighted by linspace(1, distance_weight) over queries;
+r_l = d + (1 - d) (cos(pi l / L) + 1) / 2. Only they and the newest tokens go on to layer l + 1: c_{l+1} = k_l.
+
+Deviations: a layer stores the rows it passes on (the released code stores all that reached it). Sinks and `protect=`
+stay by a mask. A `budget` caps the mean over layers: where the schedule keeps more, contexts shrink by one factor, and
+the newest tokens are a share of the budget. A later prompt segment prunes itself and what is held together.
+Not supported: the update during decode (rows of an answer are appended and stay until the next prompt),
+`variant="reference"`, other units than "layer", `chunked_prefill="hold"`; where tokens are dropped: full logits of a
+prompt, labels, output_hidden_states, past recording (assisted decoding, prompt lookup).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ...allocation import DepthDecay
+from ...errors import ConfigError
+from ...evidence import RecentAttention
+from ...registry import register_policy
+from ..base import BudgetLike, ModelOrConfig, PolicyCache, check_ratio, compose
+
+__all__ = ["PyramidInferCache"]
+
+
+@register_policy("pyramidinfer")
+class PyramidInferCache(PolicyCache):
+    """Prunes hidden states layer by layer while a prompt runs, so that the prompt itself gets cheaper."""
+
+    units = ("layer",)
+
+    def __init__(
+        self,
+        model_or_config: ModelOrConfig,
+        *,
+        budget: BudgetLike | None = None,
+        decay: float = 0.9,
+        recent_ratio: float = 0.2,
+        sinks: int = 4,
+        min_context: int = 64,
+        distance_weight: float = 1.2,
+        interval: int = 1,
+        group: str = "mean",
+        unit: str = "layer",
+        protect: Iterable[int] | None = None,
+        on_append: str = "recompress",
+        chunked_prefill: str | None = None,
+        variant: str = "paper",
+        fallback: str | None = None,
+    ) -> None:
+        """Make an empty cache.
+
+        Args:
+            model_or_config: a model (it is attached) or a config.
+            budget: the most rows per KV head in the mean over layers, share of the prompt, or bytes; sinks and the
+                newest rows are inside it. None: the schedule alone decides.
+            decay: share of its context that the last layer keeps; layers before it keep more. 1 keeps everything.
+            recent_ratio: share of the segment (or of a smaller budget) that is newest: its queries vote, its rows stay.
+            sinks: first tokens, which stay in every layer.
+            min_context: the schedule never cuts a context to this many rows or fewer (a budget does).
+            distance_weight: weight of the newest query's votes; the oldest one's is 1.
+            interval: only every so many layers the schedule drops tokens.
+            group: how votes of the query heads of one KV head are reduced: "mean", "max" or "sum".
+            unit: "layer"; hidden states are shared by all heads.
+            protect: token positions that always stay, inside the budget.
+            on_append: what a later prompt segment does: "recompress" prunes it together with what is held, "append"
+                keeps it whole.
+            chunked_prefill: "bounded" for a prompt fed in chunks, each of which is pruned on its own.
+
+        Raises:
+            BudgetError: the budget does not leave a row to choose.
+            ConfigError: an option is outside its range.
+            ManifestError: unit is not "layer", or chunked_prefill is "hold".
+        """
+        check_ratio("pyramidinfer", "recent_ratio", recent_ratio)
+        if variant == "reference":
+            raise ConfigError(
+                "pyramidinfer: the released code stores every row that reaches a layer; only variant='paper', which "
+                "stores what a layer passes on, is supported."
+            )
+        common = {
+            "budget": budget,
+            "unit": unit,
+            "group": group,
+            "protect": protect,
+            "on_append": on_append,
+            "chunked_prefill": chunked_prefill,
+            "variant": variant,
+            "fallback": fallback,
+        }
+        own = {
+            "decay": decay,
+            "recent_ratio": recent_ratio,
+            "sinks": sinks,
+            "min_context": min_context,
+            "distance_weight": distance_weight,
+            "interval": interval,
+        }
+        composition = compose(
+            "pyramidinfer",
+            common,
+            own,
+            schedule="in_prefill",
+            evidence=RecentAttention(recent_ratio=recent_ratio, distance_weight=distance_weight),
+            sinks=sinks,
+            window_rows=1,
+            pruning=DepthDecay(decay=decay, interval=interval, min_context=min_context),
+            storage="ragged",
+        )
+        super().__init__(model_or_config, composition)
+
+    @staticmethod
+    def neutral(total_rows: int) -> dict[str, Any]:
+        """Return options under which this policy equals `DynamicCache`."""
+        return {"decay": 1.0}
