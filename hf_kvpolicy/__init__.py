@@ -28,6 +28,7 @@ from .ledger import Ledger
 from .persistence import load_cache
 from .policies import (
     AdaKVCache,
+    FastGenCache,
     FullCache,
     H2OCache,
     KeyformerCache,
@@ -55,6 +56,7 @@ __all__ = [
     "CapacityError",
     "CheckpointAdmissionError",
     "ConfigError",
+    "FastGenCache",
     "FullCache",
     "H2OCache",
     "IntegrityError",

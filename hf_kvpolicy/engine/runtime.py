@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..allocation import NO_LIMIT_ROWS
 from ..contract import GenerationClock, Generations, Phase, Transaction
 from ..errors import CapacityError, ConfigError, StaleGenerationError
 from ..geometry import CacheGeometry
@@ -77,7 +78,8 @@ class Runtime(Exclusive):
         """Open a forward: drop what a dead one left, validate, accept what waits, plan."""
         self.rollback()
         with stored_tensors():
-            inputs = read_inputs(module, arguments, self.snapshot if self.waiting is None else self.waiting.snapshot)
+            latest = self.snapshot if self.waiting is None else self.waiting.snapshot
+            inputs = read_inputs(module, arguments, latest, self.composition.token_kinds)
             self.accept(0, by_crop=False)
             if inputs.length == 1 and self.snapshot.open_segment is not None:
                 self.finish_prefill()
@@ -173,7 +175,7 @@ class Runtime(Exclusive):
             )
         keep_open = policy.chunked_prefill == "hold" and not by_crop and not policy.is_positional
         if is_prompt and keep_open:
-            if policy.carries_scores:
+            if policy.carries_scores and policy.families is None:
                 accepted = absorb_held(self, accepted)
                 if waiting.length == 1 and self.snapshot.open_segment is None:
                     accepted = replace(accepted, open_segment=None)  # one token opens no segment
@@ -223,8 +225,7 @@ class Runtime(Exclusive):
         current = self.snapshot if self.waiting is None else self.waiting.snapshot
         return current.frontier.columns
 
-    # -- selections outside a forward
-    # -----------------------------------------------------------------------------------
+    # -- selections outside a forward ----------------------------------------------------------------------------------
 
     @exclusive
     def finish_prefill(self) -> None:
@@ -332,7 +333,8 @@ class Runtime(Exclusive):
         if self.snapshot.budget_rows is not None:
             return self.snapshot.budget_rows
         policy, geometry = self.composition, self.geometry
-        assert policy.budget is not None, "a policy that selects has a budget"
+        if policy.budget is None:
+            return (NO_LIMIT_ROWS,) * batch
         return tuple(
             policy.budget.resolve_rows(
                 prompt_tokens=frontier.tokens,

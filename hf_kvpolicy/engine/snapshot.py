@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..contract import Generations
 from ..masks import MaskRecord
-from ..storage import DenseRows, RaggedLayer, RaggedMap, RaggedRows, RowMap
+from ..storage import DenseRows, RaggedLayer, RaggedMap, RaggedRows, RowMap, owners_of
 from .queries import QueryWindow
 
 __all__ = ["Frontier", "OpenSegment", "Snapshot"]
@@ -30,6 +30,8 @@ class Frontier:
     position_offsets: tuple[int | None, ...] = ()
     # 2-D mask of everything fed, bool [B, F]; None while no column was ever masked.
     seen_BF: Tensor | None = None
+    # Kind of every token fed, uint8 [B, F] (`engine/token_kinds.py`); None for policies that do not ask.
+    kinds_BF: Tensor | None = None
 
     def batch(self, index: Sequence[int], index_B: Tensor) -> Frontier:
         """Return the frontier with its batch rows selected, repeated or reordered."""
@@ -38,6 +40,7 @@ class Frontier:
             tokens=tuple(self.tokens[i] for i in index),
             position_offsets=tuple(self.position_offsets[i] for i in index),
             seen_BF=None if self.seen_BF is None else self.seen_BF.index_select(0, index_B.to(self.seen_BF.device)),
+            kinds_BF=None if self.kinds_BF is None else self.kinds_BF.index_select(0, index_B.to(self.kinds_BF.device)),
         )
 
     def cropped(self, columns: int) -> Frontier:
@@ -48,7 +51,8 @@ class Frontier:
             lost = [int(n) for n in seen[:, self.columns - columns :].sum(-1).tolist()]
             seen = seen[:, : self.columns - columns].clone()
         tokens = tuple(token - gone for token, gone in zip(self.tokens, lost, strict=True))
-        return replace(self, columns=self.columns - columns, tokens=tokens, seen_BF=seen)
+        kinds = None if self.kinds_BF is None else self.kinds_BF[:, : self.columns - columns].clone()
+        return replace(self, columns=self.columns - columns, tokens=tokens, seen_BF=seen, kinds_BF=kinds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -105,6 +109,10 @@ class Snapshot:
     budget_rows: tuple[int, ...] | None = None
     # States that rows carry, [L, B, S, W, X] over all slots; None for evidence without any.
     scores_LBSWX: Tensor | None = None
+    # The family of each owner, [L][O] (`allocation/families.py`), and per batch row how many tokens it had when its
+    # heads were profiled (0: never); none for policies that do not choose one.
+    families_LO: tuple[tuple[int, ...], ...] = ()
+    profile_tokens: tuple[int, ...] = ()
     # Real tokens of each batch row when its last prompt segment ended: the clock of decode starts there.
     segment_tokens: tuple[int, ...] = ()
     open_segment: OpenSegment | None = None
@@ -161,6 +169,12 @@ class Snapshot:
         """Dense storage: slots in use per owner, map plus tail (the same for every layer)."""
         return (self.maps[0].width if self.maps else 0) + self.tail_width
 
+    def packed(self) -> Snapshot:
+        """Return the snapshot without dead slots among its ragged rows (copied where there are any)."""
+        if all(layer.map.slots_N is None for layer in self.ragged):
+            return self
+        return replace(self, ragged=tuple(layer.packed() for layer in self.ragged))
+
     def map_of(self, layer: int) -> RowMap:
         """Return the map of a layer's first slots."""
         return self.maps[layer] if len(self.maps) > 1 else self.maps[0]
@@ -195,6 +209,10 @@ class Snapshot:
             scores_LBSWX=None
             if self.scores_LBSWX is None
             else self.scores_LBSWX.index_select(1, on(self.scores_LBSWX.device)),
+            families_LO=tuple(
+                tuple(layer[o] for o in owners_of(index, len(layer) // self.batch_size)) for layer in self.families_LO
+            ),
+            profile_tokens=tuple(self.profile_tokens[i] for i in index) if self.profile_tokens else (),
             segment_tokens=tuple(self.segment_tokens[i] for i in index) if self.segment_tokens else (),
             open_segment=None if segment is None else segment.batch(on(self.device)),
         )

@@ -1,6 +1,6 @@
 """One file a method: a constructor that composes the axes."""
 
-from .allocation import AdaKVCache, PyramidKVCache, ZigZagKVCache
+from .allocation import AdaKVCache, FastGenCache, PyramidKVCache, ZigZagKVCache
 from .retention import (
     FullCache,
     H2OCache,
@@ -14,6 +14,7 @@ from .retention import (
 
 __all__ = [
     "AdaKVCache",
+    "FastGenCache",
     "FullCache",
     "H2OCache",
     "KeyformerCache",

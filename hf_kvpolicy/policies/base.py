@@ -18,13 +18,21 @@ ModelOrConfig: TypeAlias = PreTrainedModel | PreTrainedConfig
 BudgetLike: TypeAlias = int | float | str
 
 
-def compose(policy: str, common: Mapping[str, Any], own: Mapping[str, Any] | None = None, **axes: Any) -> Composition:
+def compose(
+    policy: str,
+    common: Mapping[str, Any],
+    own: Mapping[str, Any] | None = None,
+    *,
+    needs_budget: bool = True,
+    **axes: Any,
+) -> Composition:
     """Build a composition from what every bounded policy takes, a policy's own options, and its axes.
 
     Args:
         policy: the registered name.
         common: budget, unit, group, protect, on_append, chunked_prefill, variant, fallback, as the constructor got
         them. own: the policy's other constructor options, for the manifest.
+        needs_budget: whether budget=None is refused; else it means no limit.
         axes: what the options mean: schedule, evidence, window_rows, sinks, ...
 
     Raises:
@@ -32,7 +40,8 @@ def compose(policy: str, common: Mapping[str, Any], own: Mapping[str, Any] | Non
     """
     shared = {**common, "protect": token_positions(common["protect"], policy)}
     options = {**shared, **(own or {})}
-    budget = parse_budget(shared.pop("budget"))
+    given = shared.pop("budget")
+    budget = parse_budget(given) if needs_budget or given is not None else None
     return Composition(policy=policy, budget=budget, options=options, **shared, **axes)
 
 

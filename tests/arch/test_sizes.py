@@ -13,6 +13,7 @@ from ._sources import PACKAGES, ROOT, python_files, tree_of
 MAX_FILE_LINES, MAX_MEDIAN_LINES, MAX_FUNCTION_LINES = 400, 150, 60
 # Longer functions, each with its reason.
 LONG_FUNCTIONS = {
+    "hf_kvpolicy/policies/allocation/fastgen.py::__init__": "one keyword an option, each with a line of documentation",
     "hf_kvpolicy/policies/retention/keyformer.py::__init__": "one keyword an option, each with a line of documentation",
 }
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 MAX_HELD_BACK = 64
+NO_LIMIT = 10**9
 
 
 @dataclass
@@ -30,6 +33,8 @@ class Oracle:
     append: bool = False
     carries: bool = False
     drop_ratio: float = 0.0
+    # Owners keep as many rows as their own policy does: counts are upper limits.
+    by_family: bool = False
     mask: list[list[int]] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     rows: list[int] | None = None
@@ -57,6 +62,7 @@ class Oracle:
             append=policy.on_append == "append",
             carries=policy.carries_scores,
             drop_ratio=policy.drop_ratio or 0.0,
+            by_family=policy.families is not None,
         )
 
     @property
@@ -105,7 +111,8 @@ class Oracle:
         self._select()
 
     def _hold_if(self, length: int, first: int) -> None:
-        if length > 1 and self.hold and self._selects() and not self.is_open:
+        opens = length > 1 or (self.by_family and not first)
+        if opens and self.hold and self._selects() and not self.is_open:
             self.is_open, self.open_start = True, first
 
     def _take(self, new: list[list[int]]) -> None:
@@ -121,7 +128,7 @@ class Oracle:
             if isinstance(self.budget, float):
                 self.rows = [max(self.minimum_rows, int(self.budget * n)) for n in self.tokens]
             else:
-                self.rows = [int(self.budget or 0)] * len(self.mask)
+                self.rows = [NO_LIMIT if self.budget is None else int(self.budget)] * len(self.mask)
         kept = [self._kept(count, rows) for count, rows in zip(self.counts, self.rows, strict=True)]
         if kept != self.counts:
             self.evicted_at = self.columns
@@ -145,7 +152,7 @@ class Oracle:
         # What was accepted decides; the first token ever is a prompt.
         is_prompt = (waiting.length - rejected > 1 or not first) and (waiting.is_first or not by_crop)
         if is_prompt and self._selects() and self.hold and not by_crop:
-            if not self.is_open and waiting.length > 1:
+            if not self.is_open and (waiting.length > 1 or self.by_family):
                 self.is_open, self.open_start = True, first
         elif self.schedule in ("every_step", "when_full") or (is_prompt and self._selects()):
             self._select()
@@ -205,9 +212,13 @@ class Oracle:
             return
         for layer in range(cache.num_layers):
             stored = cache.stored_rows(layer)
-            assert stored.tolist() == [[count] * stored.shape[1] for count in self.counts]
-            for row, count in enumerate(self.counts):
-                for tokens in cache.positions(layer, row):
+            expected = [[count] * stored.shape[1] for count in self.counts]
+            if self.by_family:
+                assert (stored <= torch.tensor(expected)).all()
+                expected = stored.tolist()
+            assert stored.tolist() == expected
+            for row, counts in enumerate(expected):
+                for tokens, count in zip(cache.positions(layer, row), counts, strict=True):
                     assert len(tokens) == count
                     assert tokens.tolist() == sorted(set(tokens.tolist()))
                     if count:

@@ -31,6 +31,9 @@ MIXES: list[tuple[str, dict[str, Any]]] = [
     ("streaming_llm", {"budget": 0.5, "sinks": 3}),
     ("streaming_llm", {"budget": 6, "sinks": 0}),
     ("streaming_llm", {"budget": 8, "sinks": 2, "positions": "original", "protect": [4]}),
+    ("fastgen", {"recovery": 0.8, "sinks": 1, "chunked_prefill": "hold"}),
+    ("fastgen", {"budget": 9, "sinks": 1, "protect": [5], "on_append": "append", "punctuation_token_ids": range(40)}),
+    ("fastgen", {"budget": 0.5, "recovery": 1.0, "chunked_prefill": "hold", "on_append": "append"}),
 ]
 
 
@@ -103,6 +106,8 @@ class Life:
         if removed > oracle.fed:
             with pytest.raises(kv.ConfigError):
                 cache.crop(-removed)
+        elif oracle.by_family and removed == oracle.fed and oracle.waiting is None:
+            return  # whether a row was dropped before depends on scores
         elif not oracle.can_crop(removed):
             with pytest.raises(kv.StaleGenerationError, match="activate_past_recording"):
                 cache.crop(-removed)

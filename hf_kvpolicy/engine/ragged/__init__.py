@@ -5,7 +5,8 @@ masks and gathers are made for one owner at a time and nothing is ever padded to
 """
 
 from .append import RaggedAppendStep
+from .decode import RaggedDecodeStep
 from .deferred import decide_appended_ragged
 from .segment import RaggedSegmentStep
 
-__all__ = ["RaggedAppendStep", "RaggedSegmentStep", "decide_appended_ragged"]
+__all__ = ["RaggedAppendStep", "RaggedDecodeStep", "RaggedSegmentStep", "decide_appended_ragged"]

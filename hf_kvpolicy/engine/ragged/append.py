@@ -19,9 +19,11 @@ class RaggedAppendStep(RaggedForward, AppendStep):
     def append(self, layer: int, keys_BHTD: Tensor, values_BHTD: Tensor) -> tuple[Tensor, Tensor]:
         """Write behind the published rows; attention reads the flat slots (a first prompt its own rows)."""
         rows = self.place(layer, keys_BHTD, values_BHTD)
-        return (rows.keys_ND, rows.values_ND) if self.snapshot.frontier.columns else (keys_BHTD, values_BHTD)
+        return self.handed(rows) if self.snapshot.frontier.columns else (keys_BHTD, values_BHTD)
 
     def placed(self) -> dict[str, Any]:
         """Return where rows lie now."""
-        layers = range(self.runtime.geometry.num_layers)
-        return {"ragged": tuple(RaggedLayer(rows=self.buffers[i], map=self.base(i)) for i in layers)}
+        layers, old = range(self.runtime.geometry.num_layers), self.snapshot.ragged
+        # Each layer has tensors of its own, which the ledger charges one by one.
+        maps = [old[i].map if old else self.nothing() for i in layers]
+        return {"ragged": tuple(RaggedLayer(rows=self.buffers[i], map=maps[i]) for i in layers)}

@@ -19,10 +19,11 @@ from ...contract import Phase, Transaction
 from ...evidence import LayerObservation, reduce_group
 from ...geometry import CacheGeometry
 from ...selection import keep_best, kept_index
-from ...storage import RaggedLayer, RaggedMap, RaggedRows, RowMap, growth_slots
+from ...storage import RaggedLayer, RowMap
 from ..composition import Composition
 from ..decide import check_finite
 from .owners import OwnerCandidates, OwnerQueries
+from .pack import OwnerDecider, pack_owners
 
 __all__ = ["RaggedDecider"]
 
@@ -37,7 +38,7 @@ class _Scored:
     scores: list[Tensor]
 
 
-class RaggedDecider:
+class RaggedDecider(OwnerDecider):
     """One selection over all layers; every owner keeps its own number of rows."""
 
     def __init__(
@@ -64,7 +65,7 @@ class RaggedDecider:
             for row, mean in enumerate(budget_rows)
         ]
         self.candidate_rows = sum(map(sum, candidates_LO))
-        self.drops_rows = any(d.total_rows < sum(map(sum, d.caps_LS)) for d in self._demands)
+        self._drops_rows = any(d.total_rows < sum(map(sum, d.caps_LS)) for d in self._demands)
         allocation = composition.allocation
         self._waits = self.drops_rows and allocation.measures_layers
         # Open rows per batch row, layer and head; unknown until all layers were measured.
@@ -73,13 +74,16 @@ class RaggedDecider:
         self._waiting: dict[int, _Scored] = {}
         self._finite: list[Tensor] = []
         self.layers: dict[int, RaggedLayer] = {}
-        self.held_bytes = 0
-        self.workspace_bytes = 0
 
     @property
-    def kept_rows(self) -> int:
-        """Rows of all owners after the selection."""
-        return sum(sum(layer.map.lengths) for layer in self.layers.values())
+    def drops_rows(self) -> bool:
+        """Whether the budget is smaller than what there is; known from the start."""
+        return self._drops_rows
+
+    @property
+    def observes(self) -> bool:
+        """Queries are needed only where rows compete."""
+        return self._drops_rows
 
     def observe(
         self, layer: int, candidates: OwnerCandidates, queries_BQWD: Tensor | None, seen: OwnerQueries | None
@@ -198,24 +202,7 @@ class RaggedDecider:
         for phase in (Phase.PROTECT, Phase.SELECT, Phase.VALIDATE, Phase.ADMIT, Phase.RESERVE):
             enter(layer, phase)
         chosen = self._chosen(layer, scored)
-        lengths = [
-            table.width if index is None else index.shape[0] for index, table in zip(chosen, scored.maps, strict=True)
-        ]
-        like_keys, like_values = scored.candidates.slots(0)
-        rows = RaggedRows.allocate(like_keys, like_values, [growth_slots(n) for n in lengths], self._heads)
-        numbers = []
-        for owner, (index, table) in enumerate(zip(chosen, scored.maps, strict=True)):
-            keys, values = scored.candidates.rows(owner)
-            columns, tokens = table.columns_BMW[0, 0], table.tokens_BMW[0, 0]
-            if index is not None:
-                columns, tokens = columns.index_select(0, index), tokens.index_select(0, index)
-                at = index.to(keys.device)
-                keys, values = keys.index_select(0, at), values.index_select(0, at)
-            packed_keys, packed_values = rows.owner(owner, lengths[owner])
-            packed_keys.copy_(keys)
-            packed_values.copy_(values)
-            numbers.append((columns, tokens))
-        self.layers[layer] = RaggedLayer(rows=rows, map=RaggedMap.of(numbers, self._heads))
+        self.layers[layer] = pack_owners(scored.candidates, scored.maps, chosen, self._heads)
         enter(layer, Phase.PACK)
 
     def _chosen(self, layer: int, scored: _Scored) -> list[Tensor | None]:

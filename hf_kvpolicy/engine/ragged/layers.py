@@ -16,6 +16,7 @@ from ...masks import MaskRecord
 from ...ragged_attention import attend_ragged
 from ...storage import RaggedMap, RaggedRows, RowMap, growth_slots
 from ..step import Step
+from .attend_one import attend_one
 from .owners import LiveTail, OwnerCandidates
 from .visibility import RaggedVisibility
 
@@ -76,9 +77,19 @@ class RaggedForward(Step):
         self.buffers[layer] = rows
         return rows
 
+    def handed(self, rows: RaggedRows) -> tuple[Tensor, Tensor]:
+        """Return what the model is handed: all slots in the shape it knows, without a copy; attention reads the slots.
+
+        A model that is not attached then reaches the next layer, which refuses it with the reason.
+        """
+        heads = self.runtime.geometry.num_kv_heads
+        keys, values = (part.expand(self.inputs.batch, heads, -1, -1) for part in (rows.keys_ND, rows.values_ND))
+        return keys, values
+
     def is_new_buffer(self, layer: int) -> bool:
         """Whether a layer's buffers were made by this forward."""
-        return not self.snapshot.ragged or self.buffers[layer] is not self.snapshot.ragged[layer].rows
+        published = self.runtime.snapshot.ragged
+        return not published or self.buffers[layer] is not published[layer].rows
 
     def fresh_buffers(self) -> list[Tensor]:
         """Return the tensors of buffers that this forward made."""
@@ -91,6 +102,9 @@ class RaggedForward(Step):
         base = self.base(step.layer)
         view = self.buffers[step.layer].view(base, self.tail_after.width)
         masks = self._masks(record).masks(base)
+        if self.inputs.length == 1 and self.runtime.composition.carries_scores:
+            # The arithmetic of a decode step, so that a token that waits for acceptance is the one that decodes.
+            return attend_one(query, view, masks, kwargs["scaling"])[0]
         return attend_ragged(backend, query, view, masks, scaling=kwargs["scaling"], dropout=kwargs.get("dropout", 0.0))
 
     def candidates(self, layer: int, step: LayerStep) -> OwnerCandidates:
@@ -113,9 +127,13 @@ class RaggedForward(Step):
 
         return OwnerCandidates(slots=slots, base=base, tail=self.live_tail)
 
+    def nothing(self) -> RaggedMap:
+        """Return a map in which no owner holds a row."""
+        return RaggedMap.empty(self.inputs.batch, self.heads, self.inputs.device)
+
     @cached_property
     def _nothing(self) -> RaggedMap:
-        return RaggedMap.empty(self.inputs.batch, self.heads, self.inputs.device)
+        return self.nothing()
 
     @cached_property
     def _records(self) -> dict[int, RaggedVisibility]:

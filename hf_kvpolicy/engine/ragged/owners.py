@@ -98,14 +98,19 @@ class OwnerQueries:
         self._visibility: list[Visibility] = []
         for row in range(batch):
             columns = window.columns_BW[row : row + 1] if window.columns_BW.shape[0] > 1 else window.columns_BW
-            if window.real_BW is not None and not bool(window.real_BW[row].all()):
-                index = self._index[row] = window.real_BW[row].nonzero()[:, 0]
+            real = None if window.real_BW is None else window.real_BW.expand(batch, -1)[row]
+            if real is not None and not bool(real.all()):
+                index = self._index[row] = real.nonzero()[:, 0]
                 columns = columns.index_select(1, index)
             mask = None if changed_mask_BF is None else changed_mask_BF[row : row + 1]
             self._columns.append(columns)
             self._visibility.append(
                 Visibility(record=record, columns_after=columns_after, dense=mask is None, changed_mask_BF=mask)
             )
+
+    def count(self, row: int) -> int:
+        """Return how many queries of one batch row were observed."""
+        return self._columns[row].shape[1]
 
     def of_owner(self, queries_BQWD: Tensor, row: int, head: int, heads: int) -> Tensor:
         """Return the queries [1, G, W, D] of one owner's query heads."""

@@ -82,7 +82,7 @@ class RaggedVisibility:
                 torch.tensor(per_row, device=columns_N.device)
             )
             seen_TN = seen_TN & self._changed[owner_rows, columns_N.clamp(max=self._changed.shape[1] - 1)]
-        return list(torch.split(seen_TN, base.lengths, dim=1))
+        return list(torch.split(seen_TN, list(base.lengths), dim=1))
 
     def _current(self, columns_BW: Tensor) -> Tensor:
         assert self._changed is not None
