@@ -34,7 +34,8 @@ def row_classes(
     is_special: Tensor,
     is_punctuation: Tensor,
     *,
-    pinned: Sequence[int],
+    sinks: int,
+    protect: Sequence[int],
     newest_from: Tensor | int,
     keeps_punctuation: Tensor | bool,
 ) -> Tensor:
@@ -42,7 +43,8 @@ def row_classes(
 
     Args:
         tokens: token positions.
-        pinned: token positions that are protected for ever.
+        sinks: how many of the first tokens are protected for ever.
+        protect: further token positions that are.
         newest_from: first token position of the newest rows (per row, or for all).
         keeps_punctuation: whether the row's owner keeps punctuation.
     """
@@ -50,8 +52,9 @@ def row_classes(
     classes = torch.where(is_punctuation & keeps_punctuation, PUNCTUATION, classes)
     classes = torch.where(tokens >= newest_from, NEWEST, classes)
     classes = torch.where(is_special, SPECIAL, classes)
-    if pinned:
-        classes = torch.where(torch.isin(tokens, torch.tensor(pinned, device=tokens.device)), PINNED, classes)
+    classes = torch.where(tokens < sinks, PINNED, classes)
+    if protect:
+        classes = torch.where(torch.isin(tokens, torch.tensor(protect, device=tokens.device)), PINNED, classes)
     return classes
 
 
@@ -99,11 +102,11 @@ def weakest_rows(classes_P: Tensor, ranks_P: Tensor, owner_P: Tensor, owners: in
     """
     last_O = torch.zeros(owners, dtype=classes_P.dtype, device=classes_P.device)
     last_O.scatter_reduce_(0, owner_P, classes_P, "amax")
-    ranked_P = torch.where(classes_P == last_O[owner_P], ranks_P, torch.inf)
+    ranked_P = torch.where(classes_P == last_O.index_select(0, owner_P), ranks_P, torch.inf)
     lowest_O = torch.full((owners,), torch.inf, dtype=ranks_P.dtype, device=ranks_P.device)
     lowest_O.scatter_reduce_(0, owner_P, ranked_P, "amin")
     place_P = torch.arange(owner_P.shape[0], device=owner_P.device)
-    place_P = torch.where(ranked_P == lowest_O[owner_P], place_P, -1)
+    place_P = torch.where(ranked_P == lowest_O.index_select(0, owner_P), place_P, -1)
     return torch.full((owners,), -1, dtype=torch.int64, device=owner_P.device).scatter_reduce_(
         0, owner_P, place_P, "amax"
     )

@@ -83,9 +83,9 @@ def test_parts_keep_the_size_of_the_profile() -> None:
 def test_a_row_of_several_classes_has_the_first() -> None:
     tokens = torch.arange(6)
     special, punctuation = tokens == 4, (tokens == 1) | (tokens == 5)
-    found = row_classes(tokens, special, punctuation, pinned=(0,), newest_from=4, keeps_punctuation=True)
-    assert found.tolist() == [PINNED, PUNCTUATION, OPEN, OPEN, SPECIAL, NEWEST]
-    found = row_classes(tokens, special, punctuation, pinned=(), newest_from=6, keeps_punctuation=False)
+    found = row_classes(tokens, special, punctuation, sinks=1, protect=(3,), newest_from=4, keeps_punctuation=True)
+    assert found.tolist() == [PINNED, PUNCTUATION, OPEN, PINNED, SPECIAL, NEWEST]
+    found = row_classes(tokens, special, punctuation, sinks=0, protect=(), newest_from=6, keeps_punctuation=False)
     assert found.tolist() == [OPEN, OPEN, OPEN, OPEN, SPECIAL, OPEN]
 
 

@@ -135,7 +135,8 @@ class RaggedDecodeStep(RaggedForward):
                 seen_P=_seen_everywhere(seen, received),
             ),
             OwnerLimits.of(limits, device),
-            pinned=policy.pinned_tokens,
+            sinks=policy.sinks,
+            protect=policy.protect,
         )
 
 

@@ -208,7 +208,8 @@ class FamilyDecider(OwnerDecider):
             tokens_n,
             owner.kinds_n == SPECIAL_TOKEN,
             owner.kinds_n == PUNCTUATION_TOKEN,
-            pinned=self._policy.pinned_tokens,
+            sinks=self._policy.sinks,
+            protect=self._policy.protect,
             newest_from=terms.newest_from,
             keeps_punctuation=terms.punctuation,
         )

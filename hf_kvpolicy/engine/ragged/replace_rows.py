@@ -86,7 +86,9 @@ class _Joined:
     starts_O: Tensor
 
 
-def replace_rows(maps: Sequence[RaggedMap], new: NewRows, limits: OwnerLimits, *, pinned: Sequence[int]) -> Replaced:
+def replace_rows(
+    maps: Sequence[RaggedMap], new: NewRows, limits: OwnerLimits, *, sinks: int, protect: Sequence[int]
+) -> Replaced:
     """Return the maps in which every owner holds its new row, without the row that its limits no longer allow.
 
     A row too many is the weakest of the last class (`selection/classes.py`); a pad leaves again at once.
@@ -97,14 +99,16 @@ def replace_rows(maps: Sequence[RaggedMap], new: NewRows, limits: OwnerLimits, *
     heads, per_layer = maps[0].heads, len(maps[0].lengths)
     row_O = torch.arange(per_layer, device=new.columns_B.device).repeat(len(maps)) // heads
     joined = _join(maps, new, limits, row_O)
-    kinds_P = new.kinds_BF[row_O[joined.owner_P], joined.columns_P.long()]
+    row_P = row_O.index_select(0, joined.owner_P)
+    kinds_P = new.kinds_BF.flatten().index_select(0, row_P * new.kinds_BF.shape[1] + joined.columns_P)
     classes_P = row_classes(
         joined.tokens_P,
         kinds_P == SPECIAL_TOKEN,
         kinds_P == PUNCTUATION_TOKEN,
-        pinned=pinned,
-        newest_from=limits.newest_from_O[joined.owner_P],
-        keeps_punctuation=limits.keeps_punctuation_O[joined.owner_P],
+        sinks=sinks,
+        protect=protect,
+        newest_from=limits.newest_from_O.index_select(0, joined.owner_P),
+        keeps_punctuation=limits.keeps_punctuation_O.index_select(0, joined.owner_P),
     )
     scores_P = MeanAttention().scores(joined.states_PX, joined.tokens_P)
     ranks_P = class_ranks(scores_P, classes_P, joined.tokens_P)
@@ -130,7 +134,7 @@ def _join(maps: Sequence[RaggedMap], new: NewRows, limits: OwnerLimits, row_O: T
     starts_O = counts_O.cumsum(0) - counts_O
     owner_P = torch.repeat_interleave(counts_O, output_size=held + owners)
     place_P = torch.arange(held + owners, device=device)
-    is_new_P = place_P == (starts_O + counts_O - 1)[owner_P]
+    is_new_P = place_P == (starts_O + counts_O - 1).index_select(0, owner_P)
     source_P = torch.where(is_new_P, held + owner_P, place_P - owner_P)
 
     def joined(old: list[Tensor], fresh_O: Tensor) -> Tensor:
@@ -139,7 +143,7 @@ def _join(maps: Sequence[RaggedMap], new: NewRows, limits: OwnerLimits, row_O: T
     carried = [part.states_NX for part in maps if part.states_NX is not None]
     slots_P = joined([part.slots() for part in maps], torch.cat([part.next_slots_O for part in maps]).long())
     states_PX = joined(carried, torch.zeros(owners, carried[0].shape[1], device=device))
-    received_P = new.received_P.index_select(0, starts_O[owner_P] + slots_P)
+    received_P = new.received_P.index_select(0, starts_O.index_select(0, owner_P) + slots_P)
     seen_P = torch.ones_like(received_P) if new.seen_P is None else new.seen_P.to(received_P.dtype)
     added_PX = torch.stack([received_P, seen_P], dim=1)
     if not limits.all_bring:
@@ -164,8 +168,12 @@ def _without(
     total, device = sum(lengths), victim_O.device
     counts_O = joined.counts_O - drops_O.long()
     owner_M = torch.repeat_interleave(counts_O, output_size=total)
-    place_M = torch.arange(total, device=device) + (joined.starts_O - (counts_O.cumsum(0) - counts_O))[owner_M]
-    place_M += (place_M >= victim_O[owner_M]) & drops_O[owner_M]
+    place_M = torch.arange(total, device=device) + (joined.starts_O - (counts_O.cumsum(0) - counts_O)).index_select(
+        0, owner_M
+    )
+    # An owner that drops nothing has its victim behind all rows.
+    behind_O = torch.where(drops_O, victim_O, joined.slots_P.shape[0])
+    place_M += place_M >= behind_O.index_select(0, owner_M)
     spare_O = torch.where(drops_O, joined.slots_P[victim_O], joined.counts_O).int()
     per_layer = len(maps[0].lengths)
     by_layer = [tuple(lengths[i : i + per_layer]) for i in range(0, len(lengths), per_layer)]
