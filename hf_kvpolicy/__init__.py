@@ -28,6 +28,7 @@ from .ledger import Ledger
 from .persistence import load_cache
 from .policies import (
     AdaKVCache,
+    FastGenCache,
     FullCache,
     H2OCache,
     HeadKVCache,
@@ -57,6 +58,7 @@ __all__ = [
     "CapacityError",
     "CheckpointAdmissionError",
     "ConfigError",
+    "FastGenCache",
     "FullCache",
     "H2OCache",
     "HeadKVCache",

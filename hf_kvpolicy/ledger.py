@@ -1,9 +1,9 @@
 """What a cache holds, byte for byte: declared by formula, measured from tensor storages (sections 0x02A-0x02F).
 
-Terms: payload = live rows; slack = slots that hold no live row; positions = columns and token positions of slots;
-offsets = where ragged owners begin and how long they are; validity = live flags and the mask of columns fed; scores =
-states that rows carry and queries held for a later selection; protected = pristine keys of re-rotated rows. Transient
-peak is the most that was alive at once during a forward.
+Terms: payload = live rows; slack = slots that hold no live row; positions = columns, token positions and slots of rows;
+offsets = where ragged owners begin and how long they are; validity = live flags, the mask of columns fed and the kinds
+of their tokens; scores = states that rows carry and queries held for a later selection; protected = pristine keys of
+re-rotated rows. Transient peak is the most that was alive at once during a forward.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def account(runtime: Runtime) -> Ledger:
         payload_bytes=live * row_bytes,
         slack_bytes=(slots - live) * row_bytes,
         positions_bytes=sum(_positions_bytes(part) for part in _maps(snapshot)) + _ragged_positions_bytes(snapshot),
-        offsets_bytes=sum(_declared((layer.map.lengths_O, layer.rows.starts_O)) for layer in snapshot.ragged),
+        offsets_bytes=_ragged_offsets_bytes(snapshot),
         validity_bytes=sum(part.live_BMW.numel() for part in _maps(snapshot)) + _seen_bytes(snapshot),
         scores_bytes=_scores_bytes(snapshot),
         protected_bytes=_pinned_bytes(snapshot),
@@ -121,8 +121,8 @@ def _tensors(snapshot: Snapshot) -> list[Tensor]:
     tensors += [tensor for layer in snapshot.ragged for tensor in layer.map.tensors()]
     for part in _maps(snapshot):
         tensors += [part.columns_BMW, part.tokens_BMW, part.live_BMW]
-    if snapshot.frontier.seen_BF is not None:
-        tensors.append(snapshot.frontier.seen_BF)
+    frontier = snapshot.frontier
+    tensors += [part for part in (frontier.seen_BF, frontier.kinds_BF) if part is not None]
     if snapshot.scores_LBSWX is not None:
         tensors.append(snapshot.scores_LBSWX)
     if snapshot.open_segment is not None:
@@ -146,22 +146,29 @@ def _positions_bytes(part: RowMap) -> int:
 
 
 def _ragged_positions_bytes(snapshot: Snapshot) -> int:
-    return sum(_declared((layer.map.columns_N, layer.map.tokens_N)) for layer in snapshot.ragged)
+    maps = [layer.map for layer in snapshot.ragged]
+    return sum(_declared((part.columns_N, part.tokens_N, part.slots_N)) for part in maps)
+
+
+def _ragged_offsets_bytes(snapshot: Snapshot) -> int:
+    return sum(_declared((part.map.lengths_O, part.map.spare_O, part.rows.starts_O)) for part in snapshot.ragged)
 
 
 def _seen_bytes(snapshot: Snapshot) -> int:
-    seen = snapshot.frontier.seen_BF
-    return 0 if seen is None else snapshot.batch_size * snapshot.frontier.columns
+    """Return the bytes of the mask and of the kinds of columns fed, one byte a column each."""
+    kept = [part for part in (snapshot.frontier.seen_BF, snapshot.frontier.kinds_BF) if part is not None]
+    return len(kept) * snapshot.batch_size * snapshot.frontier.columns
 
 
 def _scores_bytes(snapshot: Snapshot) -> int:
     held = () if snapshot.open_segment is None else snapshot.open_segment.tensors()
-    return _declared(held) + (0 if snapshot.scores_LBSWX is None else _declared((snapshot.scores_LBSWX,)))
+    carried = (snapshot.scores_LBSWX, *(layer.map.states_NX for layer in snapshot.ragged))
+    return _declared(held) + _declared(carried)
 
 
 def _pinned_bytes(snapshot: Snapshot) -> int:
-    return _declared(tuple(rows.pinned_keys_BSPD for rows in snapshot.rows if rows.pinned_keys_BSPD is not None))
+    return _declared(tuple(rows.pinned_keys_BSPD for rows in snapshot.rows))
 
 
-def _declared(tensors: tuple[Tensor, ...]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _declared(tensors: tuple[Tensor | None, ...]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)

@@ -27,6 +27,7 @@ from .contract import (
 from .engine import Composition, Runtime, Snapshot
 from .errors import ConfigError, ManifestError, StaleGenerationError
 from .geometry import CacheGeometry
+from .storage import RaggedMap
 
 __all__ = ["Identity", "integrity_faults", "manifest_of", "positions_of", "prefix_digest", "receipt_of", "state_of"]
 
@@ -273,6 +274,7 @@ def _ragged_faults(snapshot: Snapshot, policy: Composition, heads: int) -> list[
                 faults.append(
                     f"layer {layer}, owner {owner} has {slots} slots for {length + snapshot.tail_width} in use"
                 )
+        faults += _slot_faults(layer, table)
         if table.lengths_O.tolist() != list(table.lengths) or rows.starts_O.tolist() != list(rows.starts):
             faults.append(f"layer {layer} has lengths or starts that differ between host and device")
     if snapshot.budget_rows is None or not policy.allocation.conserves:
@@ -283,6 +285,18 @@ def _ragged_faults(snapshot: Snapshot, policy: Composition, heads: int) -> list[
         if sum(owners) > allowed:
             faults.append(f"batch row {batch} holds {sum(owners)} selected rows over a total budget of {allowed}")
     return faults
+
+
+def _slot_faults(layer: int, table: RaggedMap) -> list[str]:
+    """Check that rows and the spare slot of every owner fill its first n + 1 slots, each once."""
+    if table.slots_N is None or table.spare_O is None:
+        return []
+    parts = zip(torch.split(table.slots_N, list(table.lengths)), table.spare_O.tolist(), table.lengths, strict=True)
+    return [
+        f"layer {layer}, owner {owner} has rows in the slots {slots.tolist()} and a spare slot {spare}"
+        for owner, (slots, spare, rows) in enumerate(parts)
+        if sorted([*slots.tolist(), spare]) != list(range(rows + 1))
+    ]
 
 
 def _owner_faults(where: str, tokens: list[int], batch: int, snapshot: Snapshot, policy: Composition) -> list[str]:

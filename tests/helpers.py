@@ -45,6 +45,13 @@ _SMALL: dict[str, dict[str, Any]] = {
     "adakv": {"budget": 8, "window": 3, "kernel_size": 3, "alpha": 0.8},
     # Importances by layer and KV head: lengths differ as far as 8 rows allow.
     "headkv": {"budget": 8, "window": 3, "kernel_size": 3, "profile": [[1.0, 6.0], [3.0, 0.0]]},
+    "fastgen": {
+        "budget": 12,
+        "recovery": 0.7,
+        "sinks": 2,
+        "special_token_ids": [5, 11],
+        "punctuation_token_ids": range(20, 32),
+    },
     "scissorhands": {"budget": 8, "recent": 2, "history": 12},
 }
 
@@ -56,6 +63,11 @@ def small_options(name: str) -> dict[str, Any]:
     options = policy_options(name)
     found: dict[str, Any] = {"budget": 12} if "budget" in options else {}
     return found | ({"window": 3} if "window" in options else {})
+
+
+def only_budget(name: str) -> dict[str, Any]:
+    """Return options under which a policy drops rows only where a budget makes it."""
+    return {"recovery": 1.0} if name == "fastgen" else {}
 
 
 def is_lossy(name: str) -> bool:
@@ -243,8 +255,9 @@ def _ragged_rows(snapshot: Any, layer: int, batch: int) -> Iterator[tuple[list[i
     appended = torch.zeros(0, dtype=torch.int32) if tail is None else tail.tokens_BMW[batch, 0][live]
     for owner in range(batch * stored.map.heads, (batch + 1) * stored.map.heads):
         base = stored.map.lengths[owner]
-        keys, values = stored.rows.owner(owner, base + live.shape[0])
-        kept = torch.cat([torch.ones(base, dtype=torch.bool), live])
+        keys, values = stored.rows.owner(owner, stored.rows.capacities[owner])
+        slots = stored.map.slots().split(stored.map.lengths)[owner]
+        kept = torch.cat([slots, base + live.nonzero()[:, 0]])
         tokens = stored.map.owners()[owner].tokens_BMW[0, 0].tolist() + appended.tolist()
         assert tokens == sorted(tokens), "an owner's rows ascend"
         yield tokens, keys[kept], values[kept]

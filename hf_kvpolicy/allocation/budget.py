@@ -14,7 +14,10 @@ from typing import Literal
 
 from ..errors import BudgetError
 
-__all__ = ["Budget", "parse_budget"]
+__all__ = ["NO_LIMIT_ROWS", "Budget", "parse_budget"]
+
+# The budget of an owner that has none; fits the integers of every device.
+NO_LIMIT_ROWS = 2**31 - 1
 
 _UNITS_BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _BYTES_PATTERN = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*$", re.IGNORECASE)

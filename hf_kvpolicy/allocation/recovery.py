@@ -18,9 +18,29 @@ from torch import Tensor
 from ..errors import ConfigError
 from ._checks import check_attention
 
-__all__ = ["FULL", "PolicyChoice", "choose_policy"]
+__all__ = ["FULL", "Candidate", "PolicyChoice", "choose_policy", "smallest_enough"]
 
 FULL = "full"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A policy that an owner could have: how many rows it keeps, and the attention it recovers."""
+
+    name: str
+    rows: int
+    recovery: float
+
+
+def smallest_enough(
+    candidates: Sequence[Candidate], threshold: float, most_rows: int | None = None
+) -> Candidate | None:
+    """Return the candidate with the fewest rows, at most `most_rows`, that recovers the threshold; None if none does.
+
+    Among candidates of the same size the first name in alphabetical order wins, as printed.
+    """
+    enough = [c for c in candidates if c.recovery >= threshold and (most_rows is None or c.rows <= most_rows)]
+    return min(enough, key=lambda c: (c.rows, c.name), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,12 +73,12 @@ def choose_policy(mass_N: Tensor, masks: Sequence[tuple[str, Tensor]], threshold
     keep_PN = torch.stack([mask for _, mask in masks])
     rows: list[int] = keep_PN.sum(-1).tolist()
     recovery: list[float] = (keep_PN * mass_N.double()).sum(-1).tolist()
-    enough = [i for i in range(len(names)) if recovery[i] >= threshold]
-    best = min(enough, key=lambda i: (rows[i], names[i]), default=None)
+    candidates = [Candidate(name=n, rows=r, recovery=a) for n, r, a in zip(names, rows, recovery, strict=True)]
+    best = smallest_enough(candidates, threshold)
     if best is None:
         full = names.index(FULL)
         return PolicyChoice(name=FULL, rows=rows[full], recovery=1.0, keep_N=keep_PN[full])
-    return PolicyChoice(name=names[best], rows=rows[best], recovery=recovery[best], keep_N=keep_PN[best])
+    return PolicyChoice(name=best.name, rows=best.rows, recovery=best.recovery, keep_N=keep_PN[names.index(best.name)])
 
 
 def _check(mass_N: Tensor, masks: Sequence[tuple[str, Tensor]], threshold: float) -> None:

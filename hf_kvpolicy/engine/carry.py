@@ -88,7 +88,7 @@ class Carry:
         self, layer: int, query_BQ1D: Tensor, keys_BSND: Tensor, values_BSND: Tensor, mask_BMTN: Tensor | None
     ) -> Tensor:
         """Attend with one decode query, holding its logits. [B, 1, Q, D]."""
-        output, logits = attend_with_logits(query_BQ1D, keys_BSND, values_BSND, mask_BMTN, self._step.scaling)
+        output, logits, _ = attend_with_logits(query_BQ1D, keys_BSND, values_BSND, mask_BMTN, self._step.scaling)
         self._logits[layer] = logits.detach()
         return output
 

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..allocation import UNIFORM, Allocation, Budget, DepthDecay
+from ..allocation import UNIFORM, Allocation, Budget, DepthDecay, FamilyRule
 from ..errors import BudgetError, ConfigError, ManifestError, did_you_mean
 from ..evidence import GROUPS, CarriedEvidence, Evidence
 from ..geometry import CacheGeometry
 from ..representation import ORIGINAL_ROWS, RowRepresentation
 from ..selection import UNITS
+from .token_kinds import TokenKinds
 
 __all__ = ["Composition", "Schedule"]
 
@@ -61,6 +62,9 @@ class Composition:
     storage: str = "dense"
     # How many tokens of a prompt each layer passes on to the next; None passes all on.
     pruning: DepthDecay | None = None
+    # How every head gets a policy of its own after a prompt, and the tokens it treats apart.
+    families: FamilyRule | None = None
+    token_kinds: TokenKinds | None = None
     # The constructor's options as given, for the manifest and YAML.
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -98,20 +102,21 @@ class Composition:
     def _check_storage(self) -> None:
         if self.allocation is not UNIFORM and self.storage != "ragged":
             raise ManifestError(f"{self.policy}: owners of unequal length are stored ragged, not {self.storage}.")
-        if self.storage == "ragged" and (self.positions != "original" or self.is_positional or self.carries_scores):
+        unheld_scores = self.carries_scores and self.families is None
+        if self.storage == "ragged" and (self.positions != "original" or self.is_positional or unheld_scores):
             raise ManifestError(
                 f"{self.policy}: ragged storage holds rows at their original positions, chosen by scores that no row "
                 "carries. Use dense storage for position-only policies, cache-local positions and carried scores."
+            )
+        if self.unit != "head" and (self.allocation.differs_by_head or self.families is not None):
+            raise ManifestError(
+                f"{self.policy}: unit={self.unit!r} shares one set of rows among heads, but what they keep differs by "
+                "head. Use unit='head'."
             )
         if self.unit == "token" and self.storage == "ragged":
             raise ManifestError(
                 f"{self.policy}: unit='token' keeps one set of rows for the whole cache, but the budget differs by "
                 "layer. Use unit='layer' or unit='head'."
-            )
-        if self.unit == "layer" and self.allocation.differs_by_head:
-            raise ManifestError(
-                f"{self.policy}: unit='layer' shares one set of rows among the heads of a layer, but budgets differ "
-                "by head. Use unit='head'."
             )
 
     def _check_pruning(self) -> None:

@@ -82,14 +82,14 @@ class SegmentQueries:
 
 def attend_with_logits(
     query_BQ1D: Tensor, keys_BSND: Tensor, values_BSND: Tensor, mask_BMTN: Tensor | None, scaling: float
-) -> tuple[Tensor, Tensor]:
-    """Attend with one decode query; return (output [B, 1, Q, D], logits [B, S, G, 1, N] in fp32)."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend with one decode query; return (output [B, 1, Q, D], logits and attention [B, S, G, 1, N] in fp32)."""
     logits = grouped_logits(query_BQ1D, keys_BSND, mask_BMTN, scaling)
     attention = torch.softmax(logits, dim=-1)
     batch, stored, size, _, rows = logits.shape
     weights = attention.view(batch, stored, size, rows).to(values_BSND.dtype)
     output = torch.matmul(weights, values_BSND).reshape(batch, 1, stored * size, -1)
-    return output, logits
+    return output, logits, attention
 
 
 def grouped_logits(query_BQTD: Tensor, keys_BSND: Tensor, mask_BMTN: Tensor | None, scaling: float) -> Tensor:

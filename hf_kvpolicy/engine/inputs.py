@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import BackendAdmissionError, ConfigError
 from ..frame import Reader
 from .snapshot import Frontier, Snapshot
+from .token_kinds import TokenKinds
 
 __all__ = ["ForwardInputs", "read_inputs"]
 
@@ -40,9 +41,16 @@ class ForwardInputs:
 
 
 def read_inputs(
-    module: torch.nn.Module, arguments: Mapping[str, Any], snapshot: Snapshot, reader: Reader | None
+    module: torch.nn.Module,
+    arguments: Mapping[str, Any],
+    snapshot: Snapshot,
+    reader: Reader | None,
+    kinds: TokenKinds | None = None,
 ) -> ForwardInputs:
     """Validate a decoder call against what the cache holds.
+
+    Args:
+        kinds: which tokens the policy treats apart; None for policies that do not ask.
 
     Raises:
         ConfigError: the call cannot be right (see each message for the remedy).
@@ -74,6 +82,7 @@ def read_inputs(
         tokens=tuple(a + b for a, b in zip(old_tokens, new_tokens, strict=True)),
         position_offsets=_position_offsets(arguments.get("position_ids"), frontier, real, batch, length),
         seen_BF=_seen_after(mask, frontier, length),
+        kinds_BF=None if kinds is None else _kinds_after(kinds.of(arguments.get("input_ids")), frontier),
     )
     return ForwardInputs(
         batch=batch,
@@ -171,6 +180,11 @@ def _seen_after(mask: Tensor | None, frontier: Frontier, length: int) -> Tensor 
         return None if bool(mask.all()) else mask.clone()
     # What was a pad when it was fed stays one: it was never stored, whatever a later mask says.
     return torch.cat([frontier.seen_BF.to(mask.device), mask[:, frontier.columns :]], dim=1)
+
+
+def _kinds_after(new_BT: Tensor, frontier: Frontier) -> Tensor:
+    old = frontier.kinds_BF
+    return new_BT.clone() if old is None else torch.cat([old.to(new_BT.device), new_BT], dim=1)
 
 
 def _position_offsets(

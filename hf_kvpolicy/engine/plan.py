@@ -5,12 +5,13 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
+from ..allocation import NO_LIMIT_ROWS
 from ..errors import ConfigError
 from .append import AppendStep
 from .composition import Composition
 from .evict import EvictStep
 from .inputs import ForwardInputs
-from .ragged import PruningStep, RaggedAppendStep, RaggedSegmentStep, plan_pruning
+from .ragged import PruningStep, RaggedAppendStep, RaggedDecodeStep, RaggedSegmentStep, plan_pruning
 from .ring import RingStep
 from .segment import SegmentStep
 from .snapshot import Frontier, Snapshot
@@ -33,11 +34,13 @@ def plan_step(runtime: Runtime, inputs: ForwardInputs) -> Step:
     if runtime.recording or policy.schedule == "never" or _appends(runtime, inputs):
         return _append_step(runtime, inputs)
     budget = budget_rows(runtime, inputs.frontier_after, inputs.batch)
+    decodes = inputs.length == 1 and policy.schedule == "every_step" and not snapshot.tail_width
     if policy.storage == "ragged":
+        if decodes and snapshot.ragged:
+            return RaggedDecodeStep(runtime, snapshot, inputs, runtime.open_transaction(state=True), budget)
         _warn_consecutive(runtime, inputs)
-        return RaggedSegmentStep(runtime, snapshot, inputs, runtime.open_transaction(state=True), budget)
-    tail = snapshot.tail is not None and snapshot.tail.width > 0
-    if inputs.length == 1 and snapshot.width and not tail and policy.schedule == "every_step":
+        return RaggedSegmentStep(runtime, snapshot.packed(), inputs, runtime.open_transaction(state=True), budget)
+    if decodes and snapshot.width:
         kind = EvictStep if policy.carries_scores else RingStep
         return kind(runtime, snapshot, inputs, runtime.open_transaction(state=True), budget)
     _warn_consecutive(runtime, inputs)
@@ -86,9 +89,13 @@ def _pruning_step(runtime: Runtime, inputs: ForwardInputs) -> Step:
 def _append_step(runtime: Runtime, inputs: ForwardInputs) -> AppendStep:
     policy = runtime.composition
     kind = RaggedAppendStep if policy.storage == "ragged" else AppendStep
-    step = kind(runtime, runtime.snapshot, inputs, runtime.open_transaction(state=False))
+    step = kind(runtime, runtime.snapshot.packed(), inputs, runtime.open_transaction(state=False))
     held = policy.chunked_prefill == "hold" and not policy.is_positional
-    if policy.carries_scores:
+    if policy.families is not None:
+        # How wide a head's newest rows are depends on the prompt's length: all queries wait until it is known.
+        if runtime.recording or (held and (inputs.length > 1 or not runtime.snapshot.frontier.columns)):
+            step.hold(policy.evidence.window_queries)
+    elif policy.carries_scores:
         if runtime.recording:
             # Every query waits: which of them count is known when they are accepted.
             step.hold(MAX_ROLLBACK_TOKENS)
@@ -106,7 +113,8 @@ def budget_rows(runtime: Runtime, frontier: Frontier, batch: int) -> tuple[int, 
     if runtime.snapshot.budget_rows is not None:
         return runtime.snapshot.budget_rows
     policy, geometry = runtime.composition, runtime.geometry
-    assert policy.budget is not None, "a policy that selects has a budget"
+    if policy.budget is None:
+        return (NO_LIMIT_ROWS,) * batch
     return tuple(
         policy.budget.resolve_rows(
             prompt_tokens=frontier.tokens,

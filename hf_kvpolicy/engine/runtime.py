@@ -79,7 +79,7 @@ class Runtime(Exclusive):
         self.prefetch()
         with stored_tensors():
             before = self.snapshot if self.waiting is None else self.waiting.snapshot
-            inputs = read_inputs(module, arguments, before, reader)
+            inputs = read_inputs(module, arguments, before, reader, self.composition.token_kinds)
             self.accept(0, by_crop=False)
             if inputs.length == 1 and self.snapshot.open_segment is not None:
                 self.finish_prefill()
@@ -180,7 +180,7 @@ class Runtime(Exclusive):
         accepted = cropped(waiting.snapshot, rejected)
         keep_open = policy.chunked_prefill == "hold" and not by_crop and not policy.is_positional
         if is_prompt and keep_open:
-            if policy.carries_scores:
+            if policy.carries_scores and policy.families is None:
                 accepted = absorb_held(self, accepted)
                 if waiting.length == 1 and self.snapshot.open_segment is None:
                     accepted = replace(accepted, open_segment=None)  # one token opens no segment

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..contract import Generations
 from ..masks import MaskRecord
-from ..storage import DenseRows, RaggedLayer, RaggedMap, RaggedRows, RowMap
+from ..storage import DenseRows, RaggedLayer, RaggedMap, RaggedRows, RowMap, owners_of
 from .placement import Moves, Placement
 from .queries import QueryWindow
 
@@ -31,6 +31,8 @@ class Frontier:
     position_offsets: tuple[int | None, ...] = ()
     # 2-D mask of everything fed, bool [B, F]; None while no column was ever masked.
     seen_BF: Tensor | None = None
+    # Kind of every token fed, uint8 [B, F] (`engine/token_kinds.py`); None for policies that do not ask.
+    kinds_BF: Tensor | None = None
 
     def batch(self, index: Sequence[int], index_B: Tensor) -> Frontier:
         """Return the frontier with its batch rows selected, repeated or reordered."""
@@ -39,6 +41,18 @@ class Frontier:
             tokens=tuple(self.tokens[i] for i in index),
             position_offsets=tuple(self.position_offsets[i] for i in index),
             seen_BF=None if self.seen_BF is None else self.seen_BF.index_select(0, index_B.to(self.seen_BF.device)),
+            kinds_BF=None if self.kinds_BF is None else self.kinds_BF.index_select(0, index_B.to(self.kinds_BF.device)),
+        )
+
+    def to(self, device: torch.device, move: Moves) -> Frontier:
+        """Return the frontier with its tensors on a device."""
+        seen, kinds = self.seen_BF, self.kinds_BF
+        if seen is None and kinds is None:
+            return self
+        return replace(
+            self,
+            seen_BF=None if seen is None else move(seen, device),
+            kinds_BF=None if kinds is None else move(kinds, device),
         )
 
     def cropped(self, columns: int) -> Frontier:
@@ -49,7 +63,8 @@ class Frontier:
             lost = [int(n) for n in seen[:, self.columns - columns :].sum(-1).tolist()]
             seen = seen[:, : self.columns - columns].clone()
         tokens = tuple(token - gone for token, gone in zip(self.tokens, lost, strict=True))
-        return replace(self, columns=self.columns - columns, tokens=tokens, seen_BF=seen)
+        kinds = None if self.kinds_BF is None else self.kinds_BF[:, : self.columns - columns].clone()
+        return replace(self, columns=self.columns - columns, tokens=tokens, seen_BF=seen, kinds_BF=kinds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -113,6 +128,10 @@ class Snapshot:
     budget_rows: tuple[int, ...] | None = None
     # States that rows carry, [L, B, S, W, X] over all slots; None for evidence without any.
     scores_LBSWX: Tensor | None = None
+    # The family of each owner, [L][O] (`allocation/families.py`), and per batch row how many tokens it had when its
+    # heads were profiled (0: never); none for policies that do not choose one.
+    families_LO: tuple[tuple[int, ...], ...] = ()
+    profile_tokens: tuple[int, ...] = ()
     # Real tokens of each batch row when its last prompt segment ended: the clock of decode starts there.
     segment_tokens: tuple[int, ...] = ()
     open_segment: OpenSegment | None = None
@@ -189,6 +208,12 @@ class Snapshot:
         """Dense storage: slots in use per owner, map plus tail (the same for every layer)."""
         return (self.maps[0].width if self.maps else 0) + self.tail_width
 
+    def packed(self) -> Snapshot:
+        """Return the snapshot without dead slots among its ragged rows (copied where there are any)."""
+        if all(layer.map.slots_N is None for layer in self.ragged):
+            return self
+        return replace(self, ragged=tuple(layer.packed() for layer in self.ragged))
+
     def map_of(self, layer: int) -> RowMap:
         """Return the map of a layer's first slots."""
         return self.maps[layer] if len(self.maps) > 1 else self.maps[0]
@@ -206,10 +231,10 @@ class Snapshot:
 
     def to(self, place: Placement, move: Moves) -> Snapshot:
         """Return the snapshot with every part on the device given for it; a part that lies there is not copied."""
-        seen, shared, segment = self.frontier.seen_BF, place.shared, self.open_segment
+        shared, segment = place.shared, self.open_segment
         return replace(
             self,
-            frontier=self.frontier if seen is None else replace(self.frontier, seen_BF=move(seen, shared)),
+            frontier=self.frontier.to(shared, move),
             rows=tuple(move(rows, device) for rows, device in zip(self.rows, place.layers, strict=not self.ragged)),
             maps=tuple(move(part, device) for part, device in zip(self.maps, place.maps, strict=not self.ragged)),
             ragged=tuple(
@@ -261,6 +286,10 @@ class Snapshot:
             scores_LBSWX=None
             if self.scores_LBSWX is None
             else self.scores_LBSWX.index_select(1, on(self.scores_LBSWX.device)),
+            families_LO=tuple(
+                tuple(layer[o] for o in owners_of(index, len(layer) // self.batch_size)) for layer in self.families_LO
+            ),
+            profile_tokens=tuple(self.profile_tokens[i] for i in index) if self.profile_tokens else (),
             segment_tokens=tuple(self.segment_tokens[i] for i in index) if self.segment_tokens else (),
             open_segment=None if segment is None else segment.batch(on(self.device)),
         )

@@ -41,7 +41,9 @@ class Step(ABC):
         self.runtime, self.snapshot, self.inputs, self.transaction = runtime, snapshot, inputs, transaction
         geometry, policy = runtime.geometry, runtime.composition
         self.rows: dict[int, DenseRows] = {}
-        self.carry = Carry(self, policy.evidence) if isinstance(policy.evidence, CarriedEvidence) else None
+        # Ragged rows take their states along in their map, and a selection updates them owner by owner.
+        evidence, dense = policy.evidence, policy.storage == "dense"
+        self.carry = Carry(self, evidence) if dense and isinstance(evidence, CarriedEvidence) else None
         self.scaling = 1.0
         self.transient_bytes = 0
         self.width_after = snapshot.width + inputs.length

@@ -5,6 +5,7 @@ from .carried import CarriedEvidence, QueryBlock, reduce_group
 from .cumulative import CumulativeAttention
 from .gumbel import GumbelSoftmax, gumbel_noise
 from .low_scores import LowScoreHistory
+from .mean_attention import MeanAttention
 from .random import SeededRandom, hash_unit_reference
 from .recency import Recency
 from .recent_attention import RecentAttention
@@ -19,6 +20,7 @@ __all__ = [
     "GumbelSoftmax",
     "LayerObservation",
     "LowScoreHistory",
+    "MeanAttention",
     "Pooling",
     "QueryBlock",
     "Recency",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -46,8 +46,9 @@ def encode(snapshot: Snapshot) -> tuple[dict[str, Any], Tensors]:
         tensors |= _map_tensors("tail", snapshot.tail)
     if snapshot.scores_LBSWX is not None:
         tensors["scores"] = snapshot.scores_LBSWX
-    if frontier.seen_BF is not None:
-        tensors["frontier.seen"] = frontier.seen_BF
+    for name, fed in (("frontier.seen", frontier.seen_BF), ("frontier.kinds", frontier.kinds_BF)):
+        if fed is not None:
+            tensors[name] = fed
     facts = {
         "generations": asdict(snapshot.generations),
         "frontier": {
@@ -65,6 +66,8 @@ def encode(snapshot: Snapshot) -> tuple[dict[str, Any], Tensors]:
         "counts": list(snapshot.counts),
         "tail_counts": list(snapshot.tail_counts),
         "budget_rows": None if snapshot.budget_rows is None else list(snapshot.budget_rows),
+        "families": [list(layer) for layer in snapshot.families_LO],
+        "profile_tokens": list(snapshot.profile_tokens),
         "segment_tokens": list(snapshot.segment_tokens),
         "open_segment": None,
         "last_was_segment": snapshot.last_was_segment,
@@ -90,7 +93,6 @@ def decode(
     rows = tuple(_rows(pool, i, slots, layer_devices[i]) for i, slots in enumerate(facts["capacities"]))
     width = 0 if tail is None else tail.width
     ragged = tuple(_ragged(pool, i, fact, width, layer_devices[i]) for i, fact in enumerate(facts["ragged"]))
-    seen = pool.take("frontier.seen", device) if "frontier.seen" in tensors else None
     segment = facts["open_segment"]
     snapshot = Snapshot(
         generations=Generations(**facts["generations"]),
@@ -98,7 +100,8 @@ def decode(
             columns=frontier["columns"],
             tokens=tuple(frontier["tokens"]),
             position_offsets=tuple(frontier["position_offsets"]),
-            seen_BF=seen,
+            seen_BF=pool.take_if_any("frontier.seen", device),
+            kinds_BF=pool.take_if_any("frontier.kinds", device),
         ),
         rows=rows,
         maps=maps,
@@ -107,7 +110,9 @@ def decode(
         counts=tuple(facts["counts"]),
         tail_counts=tuple(facts["tail_counts"]),
         budget_rows=None if facts["budget_rows"] is None else tuple(facts["budget_rows"]),
-        scores_LBSWX=pool.take("scores", device) if pool.has("scores") else None,
+        scores_LBSWX=pool.take_if_any("scores", device),
+        families_LO=tuple(tuple(layer) for layer in facts["families"]),
+        profile_tokens=tuple(facts["profile_tokens"]),
         segment_tokens=tuple(facts["segment_tokens"]),
         open_segment=None if segment is None else _decode_segment(segment, pool, device, layer_devices),
         last_was_segment=facts["last_was_segment"],
@@ -131,8 +136,8 @@ class _Pool:
             raise IntegrityError(f"The saved cache lacks the tensor {name!r}, which its record names.")
         return self._left.pop(name).to(device, copy=True)
 
-    def has(self, name: str) -> bool:
-        return name in self._left
+    def take_if_any(self, name: str, device: torch.device) -> Tensor | None:
+        return self.take(name, device) if name in self._left else None
 
     def require_empty(self) -> None:
         if self._left:
@@ -160,8 +165,7 @@ def _rows(pool: _Pool, layer: int, capacity: int, device: torch.device) -> Dense
     keys, values = pool.take(f"layer.{layer}.keys", device), pool.take(f"layer.{layer}.values", device)
     if capacity < keys.shape[2] or keys.shape[:3] != values.shape[:3]:
         raise IntegrityError(f"Layer {layer} was saved with keys, values and a capacity that contradict one another.")
-    name = f"layer.{layer}.pinned_keys"
-    pinned = pool.take(name, device) if pool.has(name) else None
+    pinned = pool.take_if_any(f"layer.{layer}.pinned_keys", device)
     rows = DenseRows.allocate(keys, values, capacity, 0 if pinned is None else pinned.shape[2])
     rows.write(0, keys, values)
     if rows.pinned_keys_BSPD is not None and pinned is not None:
@@ -169,13 +173,22 @@ def _rows(pool: _Pool, layer: int, capacity: int, device: torch.device) -> Dense
     return rows
 
 
+def _ragged_used(lengths: Sequence[int], capacities: Sequence[int], tail_width: int, has_spare: bool) -> list[int]:
+    """Return how many of each owner's first slots hold its rows: with a spare slot among them, one more."""
+    return [min(rows + tail_width + has_spare, room) for rows, room in zip(lengths, capacities, strict=True)]
+
+
 def _ragged_tensors(name: str, stored: RaggedLayer, tail_width: int) -> Tensors:
-    parts = [stored.rows.owner(owner, rows + tail_width) for owner, rows in enumerate(stored.map.lengths)]
+    table = stored.map
+    used = _ragged_used(table.lengths, stored.rows.capacities, tail_width, table.spare_O is not None)
+    parts = [stored.rows.owner(owner, slots) for owner, slots in enumerate(used)]
+    optional = {"states": table.states_NX, "slots": table.slots_N, "spare": table.spare_O}
     return {
         f"{name}.keys": torch.cat([keys for keys, _ in parts]),
         f"{name}.values": torch.cat([values for _, values in parts]),
-        f"{name}.columns": stored.map.columns_N,
-        f"{name}.tokens": stored.map.tokens_N,
+        f"{name}.columns": table.columns_N,
+        f"{name}.tokens": table.tokens_N,
+        **{f"{name}.{part}": tensor for part, tensor in optional.items() if tensor is not None},
     }
 
 
@@ -184,10 +197,21 @@ def _ragged(pool: _Pool, layer: int, facts: Mapping[str, Any], tail_width: int, 
     lengths, capacities, heads = facts["lengths"], facts["capacities"], facts["heads"]
     keys, values = pool.take(f"layer.{layer}.keys", device), pool.take(f"layer.{layer}.values", device)
     columns, tokens = (pool.take(f"layer.{layer}.{part}", device) for part in ("columns", "tokens"))
-    used = [rows + tail_width for rows in lengths]
-    fits = len(used) == len(capacities) and all(u <= room for u, room in zip(used, capacities, strict=True))
+    states, slots, spare = (pool.take_if_any(f"layer.{layer}.{part}", device) for part in ("states", "slots", "spare"))
+    fits = len(lengths) == len(capacities) and all(
+        n + tail_width <= room for n, room in zip(lengths, capacities, strict=True)
+    )
+    used = _ragged_used(lengths, capacities, tail_width, spare is not None) if fits else []
     sound = fits and sum(used) == keys.shape[0] == values.shape[0] and columns.dtype == tokens.dtype == torch.int32
-    if not sound or columns.shape != (sum(lengths),) or tokens.shape != columns.shape or len(used) % heads:
+    rows_like = [part for part in (tokens, states, slots) if part is not None]
+    if (
+        not sound
+        or columns.shape != (sum(lengths),)
+        or any(part.shape[0] != columns.shape[0] for part in rows_like)
+        or (spare is None) != (slots is None)
+        or (spare is not None and spare.shape != (len(lengths),))
+        or len(used) % heads
+    ):
         raise IntegrityError(f"Layer {layer} was saved with rows, lengths and capacities that contradict one another.")
     rows = RaggedRows.allocate(keys, values, capacities, heads)
     for owner, (key, value) in enumerate(zip(torch.split(keys, used), torch.split(values, used), strict=True)):
@@ -195,22 +219,24 @@ def _ragged(pool: _Pool, layer: int, facts: Mapping[str, Any], tail_width: int, 
         into_keys.copy_(key)
         into_values.copy_(value)
     pairs = list(zip(torch.split(columns, lengths), torch.split(tokens, lengths), strict=True))
-    return RaggedLayer(rows=rows, map=RaggedMap.of(pairs, heads))
+    table = RaggedMap.of(pairs, heads, None if states is None else [states])
+    return RaggedLayer(rows=rows, map=replace(table, slots_N=slots, spare_O=spare))
 
 
 def _check_shapes(snapshot: Snapshot) -> None:
     batch, width, columns = snapshot.batch_size, snapshot.width, snapshot.frontier.columns
-    seen = snapshot.frontier.seen_BF
+    fed = [part for part in (snapshot.frontier.seen_BF, snapshot.frontier.kinds_BF) if part is not None]
     parts = [*snapshot.maps, *([] if snapshot.tail is None else [snapshot.tail])]
     heads = snapshot.rows[0].keys_BSCD.shape[1] if snapshot.rows else 1
     per_row = [snapshot.frontier.position_offsets, snapshot.counts, snapshot.tail_counts, snapshot.budget_rows]
+    per_row.append(snapshot.profile_tokens)
     sound = (
         (not snapshot.rows or len(snapshot.maps) in (1, len(snapshot.rows)))
         and all(part.live_BMW.shape[0] == batch and part.map_heads in (1, heads) for part in parts)
         and len({part.width for part in snapshot.maps}) <= 1
         and all(rows.keys_BSCD.shape[:2] == (batch, heads) and rows.capacity >= width for rows in snapshot.rows)
         and all(len(layer.map.lengths) == batch * layer.map.heads for layer in snapshot.ragged)
-        and (seen is None or tuple(seen.shape) == (batch, columns))
+        and all(tuple(part.shape) == (batch, columns) for part in fed)
         and all(not values or len(values) == batch for values in per_row)
     )
     if not sound:
@@ -241,7 +267,7 @@ def _decode_segment(
     window = None
     if facts["has_window"]:
         columns = pool.take("segment.columns", device)
-        parts = [pool.take(n, device) if pool.has(n) else None for n in ("segment.real", "segment.index")]
+        parts = [pool.take_if_any(name, device) for name in ("segment.real", "segment.index")]
         window = QueryWindow(columns_BW=columns, real_BW=parts[0], index_BW=parts[1])
     return OpenSegment(
         start_column=facts["start_column"],

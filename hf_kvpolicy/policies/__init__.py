@@ -1,6 +1,13 @@
 """One file a method: a constructor that composes the axes."""
 
-from .allocation import AdaKVCache, HeadKVCache, PyramidInferCache, PyramidKVCache, ZigZagKVCache
+from .allocation import (
+    AdaKVCache,
+    FastGenCache,
+    HeadKVCache,
+    PyramidInferCache,
+    PyramidKVCache,
+    ZigZagKVCache,
+)
 from .retention import (
     FullCache,
     H2OCache,
@@ -14,6 +21,7 @@ from .retention import (
 
 __all__ = [
     "AdaKVCache",
+    "FastGenCache",
     "FullCache",
     "H2OCache",
     "HeadKVCache",

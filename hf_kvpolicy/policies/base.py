@@ -18,13 +18,21 @@ ModelOrConfig: TypeAlias = PreTrainedModel | PreTrainedConfig
 BudgetLike: TypeAlias = int | float | str
 
 
-def compose(policy: str, common: Mapping[str, Any], own: Mapping[str, Any] | None = None, **axes: Any) -> Composition:
+def compose(
+    policy: str,
+    common: Mapping[str, Any],
+    own: Mapping[str, Any] | None = None,
+    *,
+    needs_budget: bool = True,
+    **axes: Any,
+) -> Composition:
     """Build a composition from what every bounded policy takes, a policy's own options, and its axes.
 
     Args:
         policy: the registered name.
         common: budget, unit, group, protect, on_append, chunked_prefill, variant, fallback, as the constructor got
         them. own: the policy's other constructor options, for the manifest.
+        needs_budget: whether budget=None is refused; else it means no limit.
         axes: what the options mean: schedule, evidence, window_rows, sinks, ...
 
     Raises:
@@ -33,7 +41,7 @@ def compose(policy: str, common: Mapping[str, Any], own: Mapping[str, Any] | Non
     shared = {**common, "protect": token_positions(common["protect"], policy)}
     options = {**shared, **(own or {})}
     given = shared.pop("budget")
-    budget = None if given is None else parse_budget(given)
+    budget = parse_budget(given) if needs_budget or given is not None else None
     return Composition(policy=policy, budget=budget, options=options, **shared, **axes)
 
 

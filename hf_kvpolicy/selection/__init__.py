@@ -1,6 +1,35 @@
 """Selection: which rows stay."""
 
+from .classes import (
+    NEWEST,
+    OPEN,
+    PINNED,
+    PUNCTUATION,
+    SPECIAL,
+    class_ranks,
+    keep_by_class,
+    keep_by_class_reference,
+    row_classes,
+    weakest_rows,
+)
 from .topk import Kept, keep_best, keep_best_reference, kept_index
 from .units import UNITS, reduce_heads
 
-__all__ = ["UNITS", "Kept", "keep_best", "keep_best_reference", "kept_index", "reduce_heads"]
+__all__ = [
+    "NEWEST",
+    "OPEN",
+    "PINNED",
+    "PUNCTUATION",
+    "SPECIAL",
+    "UNITS",
+    "Kept",
+    "class_ranks",
+    "keep_best",
+    "keep_best_reference",
+    "keep_by_class",
+    "keep_by_class_reference",
+    "kept_index",
+    "reduce_heads",
+    "row_classes",
+    "weakest_rows",
+]

@@ -2,7 +2,8 @@
 
 from .dense import DenseRows, growth_slots, stored_tensors
 from .gather import gather_rows, pack_rows
-from .ragged import RaggedLayer, RaggedMap, RaggedRows
+from .ragged import RaggedLayer, RaggedRows
+from .ragged_map import RaggedMap, owners_of
 from .ragged_view import RaggedView
 from .rowmap import RowMap
 
@@ -15,6 +16,7 @@ __all__ = [
     "RowMap",
     "gather_rows",
     "growth_slots",
+    "owners_of",
     "pack_rows",
     "stored_tensors",
 ]

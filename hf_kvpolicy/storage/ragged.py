@@ -17,102 +17,10 @@ import torch
 from torch import Tensor
 
 from .dense import growth_slots, stored_tensors
+from .ragged_map import RaggedMap, owners_of
 from .ragged_view import RaggedView
-from .rowmap import RowMap
 
-__all__ = ["RaggedLayer", "RaggedMap", "RaggedRows"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RaggedMap:
-    """Which rows each owner holds, ascending by token position, owner after owner. Immutable; every row is live."""
-
-    columns_N: Tensor  # int32, position among all columns ever fed, pads included
-    tokens_N: Tensor  # int32, position among the real tokens of the batch row
-    lengths_O: Tensor  # int32, rows of each owner, on the rows' device
-    lengths: tuple[int, ...]  # the same on the host
-    heads: int
-
-    @classmethod
-    def of(cls, owners: Sequence[tuple[Tensor, Tensor]], heads: int) -> RaggedMap:
-        """Return the map of (columns, tokens) per owner, each 1-D and ascending; at least one owner."""
-        columns = torch.cat([pair[0] for pair in owners])
-        lengths = tuple(pair[0].shape[0] for pair in owners)
-        return cls(
-            columns_N=columns,
-            tokens_N=torch.cat([pair[1] for pair in owners]),
-            lengths_O=torch.tensor(lengths, dtype=torch.int32, device=columns.device),
-            lengths=lengths,
-            heads=heads,
-        )
-
-    @classmethod
-    def empty(cls, batch: int, heads: int, device: torch.device) -> RaggedMap:
-        """Return a map in which no owner holds a row."""
-        nothing = torch.empty(0, dtype=torch.int32, device=device)
-        return cls.of([(nothing, nothing)] * (batch * heads), heads)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the map lies."""
-        return self.tokens_N.device
-
-    def to(self, device: torch.device) -> RaggedMap:
-        """Return the map on another device; self when it lies there."""
-        if device == self.device:
-            return self
-        columns, tokens, lengths = (part.to(device) for part in self.tensors())
-        return replace(self, columns_N=columns, tokens_N=tokens, lengths_O=lengths)
-
-    @property
-    def batch_size(self) -> int:
-        """Batch rows."""
-        return len(self.lengths) // self.heads
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """Where each owner's rows begin in this map, and where the last one's end."""
-        return tuple(accumulate(self.lengths, initial=0))
-
-    def owners(self) -> list[RowMap]:
-        """Return each owner's rows as a map [1, 1, n] (windows on this one)."""
-        parts = self._by_owner()
-        live = torch.ones((1, 1, max(self.lengths, default=0)), dtype=torch.bool, device=self.tokens_N.device)
-        return [
-            RowMap(
-                columns_BMW=columns[None, None],
-                tokens_BMW=tokens[None, None],
-                live_BMW=live[:, :, : tokens.shape[0]],
-                ordered=True,
-            )
-            for columns, tokens in parts
-        ]
-
-    def batch(self, index: Sequence[int]) -> RaggedMap:
-        """Return the map with its batch rows selected, repeated or reordered."""
-        if not index:
-            return replace(
-                self, columns_N=self.columns_N[:0].clone(), tokens_N=self.tokens_N[:0].clone(),
-                lengths_O=self.lengths_O[:0].clone(), lengths=(),
-            )  # fmt: skip
-        owners = self._by_owner()
-        return RaggedMap.of([owners[o] for o in _owners_of(index, self.heads)], self.heads)
-
-    def before_column(self, column: int) -> RaggedMap:
-        """Return the map without rows at or after a column (each owner's last ones, since rows ascend)."""
-        owners = []
-        for columns, tokens in self._by_owner():
-            kept = int((columns < column).sum())
-            owners.append((columns[:kept], tokens[:kept]))
-        return RaggedMap.of(owners, self.heads)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return every tensor this object keeps alive."""
-        return self.columns_N, self.tokens_N, self.lengths_O
-
-    def _by_owner(self) -> list[tuple[Tensor, Tensor]]:
-        lengths = list(self.lengths)
-        return list(zip(torch.split(self.columns_N, lengths), torch.split(self.tokens_N, lengths), strict=True))
+__all__ = ["RaggedLayer", "RaggedRows"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -205,7 +113,7 @@ class RaggedRows:
 
     def batch(self, index: Sequence[int]) -> RaggedRows:
         """Return buffers with their batch rows selected, repeated or reordered (always a copy, slack included)."""
-        owners = _owners_of(index, self.heads)
+        owners = owners_of(index, self.heads)
         capacities = [self.capacities[o] for o in owners]
         chosen = RaggedRows.allocate(self.keys_ND, self.values_ND, capacities, self.heads)
         if owners:
@@ -234,6 +142,17 @@ class RaggedLayer:
         """Return the layer with its batch rows selected, repeated or reordered."""
         return RaggedLayer(rows=self.rows.batch(index), map=self.map.batch(index))
 
-
-def _owners_of(index: Sequence[int], heads: int) -> list[int]:
-    return [row * heads + head for row in index for head in range(heads)]
+    def packed(self) -> RaggedLayer:
+        """Return the layer with every owner's rows in order and without a dead slot; a copy unless they lie so."""
+        if self.map.slots_N is None:
+            return self
+        old, lengths, heads = self.rows, self.map.lengths, self.map.heads
+        new = RaggedRows.allocate(old.keys_ND, old.values_ND, [growth_slots(n) for n in lengths], heads)
+        device, counts_O = old.keys_ND.device, torch.tensor(lengths, device=old.keys_ND.device)
+        owner_N = torch.repeat_interleave(counts_O, output_size=sum(lengths))
+        source_N = old.starts_O.long()[owner_N] + self.map.slots().to(device)
+        first_O = new.starts_O.long() - (counts_O.cumsum(0) - counts_O)
+        target_N = first_O[owner_N] + torch.arange(sum(lengths), device=device)
+        new.keys_ND.index_copy_(0, target_N, old.keys_ND.index_select(0, source_N))
+        new.values_ND.index_copy_(0, target_N, old.values_ND.index_select(0, source_N))
+        return RaggedLayer(rows=new, map=replace(self.map, slots_N=None, spare_O=None))

@@ -16,6 +16,7 @@ LONG_FUNCTIONS = {
     f"hf_kvpolicy/policies/{policy}.py::__init__": "one keyword an option, each with a line of documentation"
     for policy in (
         "allocation/adakv",
+        "allocation/fastgen",
         "allocation/headkv",
         "allocation/pyramidinfer",
         "allocation/pyramidkv",

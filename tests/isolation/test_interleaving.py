@@ -19,17 +19,18 @@ CASES = [("full", {}), *policy_units()]
 
 def session(model: Any, cache: Any, seed: int, rows: int) -> Iterator[Tensor]:
     """Yield the logits of a padded prompt, some decode steps, a second turn and more decode steps, one at a time."""
-    with torch.no_grad():
-        ids, mask = left_padded([prompt(16 - row, seed + row) for row in range(rows)])
-        yield _step(model, cache, ids, mask)
-        for index, length in enumerate((1, 1, 5, 1, 1, 1)):
-            mask = torch.cat([mask, torch.ones((rows, length), dtype=torch.long)], dim=1)
-            yield _step(model, cache, prompt(length, seed * 100 + index, rows), mask)
+    ids, mask = left_padded([prompt(16 - row, seed + row) for row in range(rows)])
+    yield _step(model, cache, ids, mask)
+    for index, length in enumerate((1, 1, 5, 1, 1, 1)):
+        mask = torch.cat([mask, torch.ones((rows, length), dtype=torch.long)], dim=1)
+        yield _step(model, cache, prompt(length, seed * 100 + index, rows), mask)
 
 
 def _step(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> Tensor:
     positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    return forward(model, ids, cache, attention_mask=mask, position_ids=positions)[:, -1]
+    # Around the forward only: two suspended generators would restore each other's grad mode.
+    with torch.no_grad():
+        return forward(model, ids, cache, attention_mask=mask, position_ids=positions)[:, -1]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

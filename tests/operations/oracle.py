@@ -10,6 +10,7 @@ import torch
 from hf_kvpolicy.allocation import UNIFORM
 
 MAX_HELD_BACK = 64
+NO_LIMIT = 10**9
 
 
 @dataclass
@@ -34,6 +35,8 @@ class Oracle:
     append: bool = False
     carries: bool = False
     drop_ratio: float = 0.0
+    # Owners keep as many rows as their own policy does: counts are upper limits.
+    by_family: bool = False
     mask: list[list[int]] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     rows: list[int] | None = None
@@ -61,6 +64,7 @@ class Oracle:
             append=policy.on_append == "append",
             carries=policy.carries_scores,
             drop_ratio=policy.drop_ratio or 0.0,
+            by_family=policy.families is not None,
         )
 
     @property
@@ -109,7 +113,8 @@ class Oracle:
         self._select()
 
     def _hold_if(self, length: int, first: int) -> None:
-        if length > 1 and self.hold and self._selects() and not self.is_open:
+        opens = length > 1 or (self.by_family and not first)
+        if opens and self.hold and self._selects() and not self.is_open:
             self.is_open, self.open_start = True, first
 
     def _take(self, new: list[list[int]]) -> None:
@@ -125,7 +130,7 @@ class Oracle:
             if isinstance(self.budget, float):
                 self.rows = [max(self.minimum_rows, int(self.budget * n)) for n in self.tokens]
             else:
-                self.rows = [int(self.budget or 0)] * len(self.mask)
+                self.rows = [NO_LIMIT if self.budget is None else int(self.budget)] * len(self.mask)
         kept = [self._kept(count, rows) for count, rows in zip(self.counts, self.rows, strict=True)]
         if kept != self.counts:
             self.evicted_at = self.columns
@@ -151,7 +156,7 @@ class Oracle:
             self.finish()  # decode tokens end a held prompt
         self._take([row[: len(row) - rejected] for row in waiting.new])
         if is_prompt and self._selects() and self.hold and not by_crop:
-            if not self.is_open and waiting.length > 1:
+            if not self.is_open and (waiting.length > 1 or self.by_family):
                 self.is_open, self.open_start = True, first
         elif self.schedule in ("every_step", "when_full") or (is_prompt and self._selects()):
             self._select()
@@ -211,9 +216,12 @@ class Oracle:
             return
         stored = torch.stack([cache.stored_rows(layer) for layer in range(cache.num_layers)])
         layers, _, heads = stored.shape
-        # Budgets may differ by owner; their total never does.
-        assert stored.sum(dim=(0, 2)).tolist() == [count * layers * heads for count in self.counts]
-        if cache.composition.allocation is UNIFORM:
+        if self.by_family:
+            assert (stored <= torch.tensor(self.counts)[:, None]).all(), "a cap, where heads keep what they need"
+        else:
+            # Budgets may differ by owner; their total never does.
+            assert stored.sum(dim=(0, 2)).tolist() == [count * layers * heads for count in self.counts]
+        if not self.by_family and cache.composition.allocation is UNIFORM:
             assert stored.tolist() == [[[count] * heads for count in self.counts]] * layers
         for layer in range(layers):
             for row in range(len(self.counts)):

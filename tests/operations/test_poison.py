@@ -52,12 +52,24 @@ def poison(cache: Any) -> int:
 
 
 def poison_ragged(snapshot: Any) -> int:
-    """Overwrite slack behind every owner with NaN and dead tail slots with 1e30; return how many of the latter."""
+    """Overwrite slack behind every owner with NaN and dead tail slots with 1e30; return how many of the latter.
+
+    A spare slot among an owner's rows is filled before it is attended: NaN, and counted.
+    """
     inside, tail = 0, snapshot.tail
     for stored in snapshot.ragged:
         for owner, base in enumerate(stored.map.lengths):
             dead = torch.zeros(0, dtype=torch.bool) if tail is None else ~tail.live_BMW[owner // stored.map.heads, 0]
             keys, values = stored.rows.owner(owner, stored.rows.capacities[owner])
+            spare = stored.map.spare_O
+            if spare is not None:
+                assert not dead.shape[0], "rows are packed before anything is appended behind them"
+                slots = stored.map.slots().split(stored.map.lengths)[owner]
+                free = torch.ones(keys.shape[0], dtype=torch.bool).index_fill(0, slots, False)
+                assert int(spare[owner]) >= keys.shape[0] or free[int(spare[owner])]
+                keys[free] = values[free] = float("nan")
+                inside += int(free[:base].sum())
+                continue
             for buffer in (keys, values):
                 buffer[base + dead.shape[0] :] = float("nan")
                 buffer[base : base + dead.shape[0]][dead] = 1e30

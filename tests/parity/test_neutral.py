@@ -182,6 +182,13 @@ def test_forward_loops(name: str, pair: tuple[Any, Any], masked: str, positions:
 
 def test_inputs_embeds(name: str, pair: tuple[Any, Any]) -> None:
     model, twin = pair
+    if name == "fastgen":
+        # It knows special tokens and punctuation by their ids, which embeddings do not carry.
+        with pytest.raises(kv.ConfigError, match="Pass input_ids"):
+            model.generate(
+                inputs_embeds=twin.get_input_embeddings()(prompt(11)), **{CACHE: neutral_cache(name, model, TOTAL)}
+            )
+        return
     answers = []
     for runner, used in ((twin, dynamic_cache(twin)), (model, neutral_cache(name, model, TOTAL))):
         embeds = runner.get_input_embeddings()(prompt(11)).detach()

@@ -14,6 +14,7 @@ from helpers import (
     generate,
     kept_positions,
     left_padded,
+    only_budget,
     policies,
     policy_units,
     prompt,
@@ -279,8 +280,8 @@ def test_decode_rows_after_the_last_drop_can_be_cropped() -> None:
 
 @pytest.mark.parametrize("name", policies())
 def test_crop_arguments(name: str) -> None:
-    model = tiny("llama")
-    cache = kv.make_cache(name, model, **small_options(name))
+    model, options = tiny("llama"), small_options(name) | only_budget(name)
+    cache = kv.make_cache(name, model, **options)
     with pytest.raises(kv.ConfigError, match="negative"):
         cache.crop(3)
     with pytest.raises(kv.ConfigError, match="fed"):
@@ -292,7 +293,7 @@ def test_crop_arguments(name: str) -> None:
     cache.crop(-4)
     assert cache.get_seq_length() == 0
     assert generate(model, prompt(20), cache).tolist() == (
-        generate(model, prompt(20), kv.make_cache(name, model, **small_options(name))).tolist()
+        generate(model, prompt(20), kv.make_cache(name, model, **options)).tolist()
     )
 
 

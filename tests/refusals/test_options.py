@@ -14,6 +14,7 @@ from helpers import (
     dynamic_cache,
     forward,
     generate,
+    only_budget,
     prompt,
     small_options,
     tiny,
@@ -32,8 +33,9 @@ from hf_kvpolicy.registry import policy_class
     "budget", [0, -3, 0.0, 1.5, -0.5, float("nan"), "", "12", "64 apples", "-1MiB", True, None, [4]]
 )
 def test_bad_budgets(name: str, budget: Any) -> None:
-    if budget is None and name in PRUNING:
-        pytest.skip("the schedule alone may decide: its budget is optional")
+    if budget is None and (name in PRUNING or name == "fastgen"):
+        assert policy_class(name)(tiny("llama").config, **{**small_options(name), "budget": None}), "None is no limit"
+        return
     with pytest.raises(kv.BudgetError, match=r"Give rows as a positive int.*\(0, 1\].*64MiB"):
         policy_class(name)(tiny("llama").config, **{**small_options(name), "budget": budget})
 
@@ -43,7 +45,7 @@ def test_bad_budgets(name: str, budget: Any) -> None:
 def test_budgets_above_everything_work(name: str, budget: Any) -> None:
     model, twin = tiny("llama"), tiny("llama")
     ids = prompt(30)
-    cache = make(name, model, budget=budget)
+    cache = make(name, model, budget=budget, **only_budget(name))
     out = generate(model, ids, cache)
     cache.check_integrity()
     if budget != 1.0:

@@ -5,6 +5,7 @@ masks and gathers are made for one owner at a time and nothing is ever padded to
 """
 
 from .append import RaggedAppendStep
+from .decode import RaggedDecodeStep
 from .deferred import decide_appended_ragged, laid_behind_ragged
 from .prune import PruningStep, plan_pruning
 from .segment import RaggedSegmentStep
@@ -12,6 +13,7 @@ from .segment import RaggedSegmentStep
 __all__ = [
     "PruningStep",
     "RaggedAppendStep",
+    "RaggedDecodeStep",
     "RaggedSegmentStep",
     "decide_appended_ragged",
     "laid_behind_ragged",

@@ -23,5 +23,7 @@ class RaggedAppendStep(RaggedForward, AppendStep):
 
     def placed(self) -> dict[str, Any]:
         """Return where rows lie now."""
-        layers = range(self.runtime.geometry.num_layers)
-        return {"ragged": tuple(RaggedLayer(rows=self.buffers[i], map=self.base(i)) for i in layers)}
+        layers, old = range(self.runtime.geometry.num_layers), self.snapshot.ragged
+        # Each layer has tensors of its own, which the ledger charges one by one.
+        maps = [old[i].map if old else self.nothing() for i in layers]
+        return {"ragged": tuple(RaggedLayer(rows=self.buffers[i], map=maps[i]) for i in layers)}

@@ -23,7 +23,7 @@ from ...storage import RaggedLayer, RowMap
 from ..composition import Composition
 from ..decide import check_finite
 from .owners import OwnerCandidates, OwnerQueries
-from .pack import pack_owners
+from .pack import OwnerDecider, pack_owners
 
 __all__ = ["RaggedDecider"]
 
@@ -38,7 +38,7 @@ class _Scored:
     scores: list[Tensor]
 
 
-class RaggedDecider:
+class RaggedDecider(OwnerDecider):
     """One selection over all layers; every owner keeps its own number of rows."""
 
     def __init__(
@@ -65,7 +65,7 @@ class RaggedDecider:
             for row, mean in enumerate(budget_rows)
         ]
         self.candidate_rows = sum(map(sum, candidates_LO))
-        self.drops_rows = any(d.total_rows < sum(map(sum, d.caps_LS)) for d in self._demands)
+        self._drops_rows = any(d.total_rows < sum(map(sum, d.caps_LS)) for d in self._demands)
         allocation = composition.allocation
         self._waits = self.drops_rows and allocation.measures_layers
         # Open rows per batch row, layer and head; unknown until all layers were measured.
@@ -74,13 +74,16 @@ class RaggedDecider:
         self._waiting: dict[int, _Scored] = {}
         self._finite: list[Tensor] = []
         self.layers: dict[int, RaggedLayer] = {}
-        self.held_bytes = 0
-        self.workspace_bytes = 0
 
     @property
-    def kept_rows(self) -> int:
-        """Rows of all owners after the selection."""
-        return sum(sum(layer.map.lengths) for layer in self.layers.values())
+    def drops_rows(self) -> bool:
+        """Whether the budget is smaller than what there is; known from the start."""
+        return self._drops_rows
+
+    @property
+    def observes(self) -> bool:
+        """Queries are needed only where rows compete."""
+        return self._drops_rows
 
     def observe(
         self, layer: int, candidates: OwnerCandidates, queries_BQWD: Tensor | None, seen: OwnerQueries | None
@@ -199,7 +202,8 @@ class RaggedDecider:
         enter = self._transaction.enter
         for phase in (Phase.PROTECT, Phase.SELECT, Phase.VALIDATE, Phase.ADMIT, Phase.RESERVE):
             enter(layer, phase)
-        self.layers[layer] = pack_owners(scored.candidates, scored.maps, self._chosen(layer, scored), self._heads)
+        chosen = self._chosen(layer, scored)
+        self.layers[layer] = pack_owners(scored.candidates, scored.maps, chosen, self._heads)
         enter(layer, Phase.PACK)
 
     def _chosen(self, layer: int, scored: _Scored) -> list[Tensor | None]:

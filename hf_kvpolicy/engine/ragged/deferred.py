@@ -13,7 +13,7 @@ from ...contract import Phase, Transaction
 from ...storage import RaggedLayer, RowMap
 from ..queries import windowed
 from ..snapshot import Snapshot
-from .decide import RaggedDecider
+from .open_decider import open_decider
 from .owners import LiveTail, OwnerCandidates, OwnerQueries
 
 if TYPE_CHECKING:
@@ -28,17 +28,18 @@ def decide_appended_ragged(
     """Return the successor of a snapshot whose rows now compete; see `engine.deferred.decide_appended`."""
     layers, heads = runtime.geometry.num_layers, snapshot.ragged[0].map.heads
     tail = LiveTail(RowMap.empty(snapshot.batch_size, snapshot.device) if snapshot.tail is None else snapshot.tail)
-    decider = RaggedDecider(
-        runtime.composition,
-        runtime.geometry,
+    decider = open_decider(
+        runtime,
         transaction,
+        before=snapshot,
+        frontier=snapshot.frontier,
         candidates_LO=[list(chain(*snapshot.owner_rows(layer, heads))) for layer in range(layers)],
         budget_rows=budget_rows,
-        newest_tokens=snapshot.frontier.tokens,
+        ends_prompt=ends_prompt,
     )
     segment, wanted = snapshot.open_segment, runtime.composition.evidence.window_queries
     window = seen = None
-    if decider.drops_rows and wanted and segment is not None and segment.window is not None:
+    if decider.observes and wanted and segment is not None and segment.window is not None:
         window = segment.window.last(wanted)
         seen = OwnerQueries(
             window,
@@ -56,6 +57,7 @@ def decide_appended_ragged(
         snapshot,
         generations=transaction.successor,
         ragged=decider.finish(layers),
+        **decider.decided(),
         tail=None,
         tail_counts=(0,) * snapshot.batch_size,
         budget_rows=budget_rows,

@@ -17,6 +17,7 @@ from ...masks import MaskRecord
 from ...ragged_attention import admit_ragged, attend_ragged
 from ...storage import RaggedMap, RaggedRows, RowMap, growth_slots
 from ..step import Step
+from .attend_one import attend_one
 from .owners import LiveTail, OwnerCandidates
 from .visibility import RaggedVisibility
 
@@ -93,7 +94,8 @@ class RaggedForward(Step):
 
     def is_new_buffer(self, layer: int) -> bool:
         """Whether a layer's buffers were made by this forward."""
-        return not self.snapshot.ragged or self.buffers[layer] is not self.snapshot.ragged[layer].rows
+        published = self.runtime.snapshot.ragged
+        return not published or self.buffers[layer] is not published[layer].rows
 
     def fresh_buffers(self) -> list[Tensor]:
         """Return the tensors of buffers that this forward made."""
@@ -111,6 +113,9 @@ class RaggedForward(Step):
         base = self.base(step.layer)
         view = self.buffers[step.layer].view(base, self.tail_after.width)
         masks = self._masks(record).masks(base)
+        if self.inputs.length == 1 and self.runtime.composition.carries_scores:
+            # The arithmetic of a decode step, so that a token that waits for acceptance is the one that decodes.
+            return attend_one(query, view, masks, kwargs["scaling"])[0]
         return attend_ragged(backend, query, view, masks, scaling=kwargs["scaling"], dropout=kwargs.get("dropout", 0.0))
 
     def candidates(self, layer: int, step: LayerStep) -> OwnerCandidates:
@@ -132,6 +137,10 @@ class RaggedForward(Step):
                 return rows.owner(owner, base.lengths[owner] + width)
 
         return OwnerCandidates(slots=slots, base=base, tail=self.live_tail)
+
+    def nothing(self) -> RaggedMap:
+        """Return a map in which no owner holds a row."""
+        return RaggedMap.empty(self.inputs.batch, self.heads, self.inputs.device)
 
     @cached_property
     def _nothing(self) -> list[RaggedMap]:

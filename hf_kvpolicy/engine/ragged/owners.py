@@ -112,6 +112,10 @@ class OwnerQueries:
                 Visibility(record=record, columns_after=columns_after, dense=mask is None, changed_mask_BF=mask)
             )
 
+    def count(self, row: int) -> int:
+        """Return how many queries of one batch row were observed."""
+        return self._columns[row].shape[1]
+
     def of_owner(self, queries_BQWD: Tensor, row: int, head: int, heads: int) -> Tensor:
         """Return the queries [1, G, W, D] of one owner's query heads."""
         group = queries_BQWD.shape[1] // heads

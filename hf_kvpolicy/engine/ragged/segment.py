@@ -11,9 +11,9 @@ from ...frame import LayerStep
 from ...masks import MaskRecord
 from ...storage import stored_tensors
 from ..inputs import ForwardInputs
-from ..queries import held, hold_window
+from ..queries import hold_window, windowed
 from ..snapshot import Snapshot
-from .decide import RaggedDecider
+from .open_decider import open_decider
 from .owners import OwnerQueries
 from .selection import RaggedSelection
 
@@ -36,26 +36,28 @@ class RaggedSegmentStep(RaggedSelection):
     ) -> None:
         super().__init__(runtime, snapshot, inputs, transaction)
         self.budget_rows = budget
-        self.decider = RaggedDecider(
-            runtime.composition,
-            runtime.geometry,
+        self.decider = open_decider(
+            runtime,
             transaction,
+            before=snapshot,
+            frontier=inputs.frontier_after,
             candidates_LO=self.candidates_LO,
             budget_rows=budget,
-            newest_tokens=inputs.frontier_after.tokens,
+            ends_prompt=inputs.length > 1 or not snapshot.frontier.columns,
         )
-        wanted = runtime.composition.evidence.window_queries if self.decider.drops_rows else 0
+        wanted = runtime.composition.evidence.window_queries if self.decider.observes else 0
         self._window = hold_window(None, inputs, snapshot.frontier.columns, wanted) if wanted else None
         self._seen: dict[int, OwnerQueries] = {}
 
     def attended(self, layer: int, query_BQTD: Tensor, step: LayerStep, record: MaskRecord, scaling: float) -> None:
         """Score, allocate, select and pack one layer (all of them after the last, where the allocation needs it)."""
         with stored_tensors():
-            queries = None if self._window is None else held(None, query_BQTD.detach(), self._window)
+            queries = None if self._window is None else windowed(query_BQTD.detach(), self._window)
             candidates = self.candidates(layer, step)
             self.decider.observe(layer, candidates, queries, self._queries(record, scaling))
-            keys, values = step.keys, step.values
-            layer_bytes = keys.numel() * keys.element_size() + values.numel() * values.element_size()
+            # Rows of a later prompt lie in buffers that are counted anyway.
+            new = (step.keys, step.values) if not self.snapshot.frontier.columns else ()
+            layer_bytes = sum(part.numel() * part.element_size() for part in new)
             self.note_transient(max(layer_bytes, self.decider.held_bytes) + self.decider.workspace_bytes)
             if not self.decider.held_bytes:
                 self.buffers.pop(layer, None)
@@ -63,7 +65,7 @@ class RaggedSegmentStep(RaggedSelection):
     def successor(self) -> Snapshot:
         """Return the snapshot in which every owner holds what was chosen for it."""
         layers = self.decider.finish(self.runtime.geometry.num_layers)
-        return self.selected(layers, drops_rows=self.decider.drops_rows)
+        return self.selected(layers, drops_rows=self.decider.drops_rows, **self.decider.decided())
 
     def fresh_buffers(self) -> list[Tensor]:
         """Return the tensors this forward made: packed layers, and grown buffers that still hold candidates."""

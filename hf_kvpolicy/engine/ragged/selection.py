@@ -6,6 +6,7 @@ Letters: B batch rows, H KV heads, T new tokens, D head dimension.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -28,14 +29,15 @@ class RaggedSelection(RaggedForward):
             self.place(layer, keys_BHTD, values_BHTD)
         return keys_BHTD, values_BHTD
 
-    def selected(self, layers: tuple[RaggedLayer, ...], *, drops_rows: bool) -> Snapshot:
-        """Return the snapshot in which every owner holds what was chosen for it."""
+    def selected(self, layers: tuple[RaggedLayer, ...], *, drops_rows: bool, **decided: Any) -> Snapshot:
+        """Return the snapshot in which every owner holds what was chosen for it, and what else was decided."""
         frontier = self.inputs.frontier_after
         return replace(
             self.snapshot,
             generations=self.transaction.successor,
             frontier=frontier,
             ragged=layers,
+            **decided,
             tail=None,
             tail_counts=(0,) * self.inputs.batch,
             budget_rows=self.budget_rows,

@@ -1,0 +1,219 @@
+"""Profile heads after a prompt, give each a family of policies, and select the rows its family keeps (0x08H).
+
+Letters: L layers, O owners (b * S + s), S stored heads, G query heads of one owner, W held queries, Q query heads, D
+head dimension, n rows of one owner, X state channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...allocation import FULL_FAMILY, FamilyRule, HeadMass
+from ...contract import Phase, Transaction
+from ...evidence import MeanAttention
+from ...selection import class_ranks, keep_by_class, row_classes
+from ...storage import RaggedLayer, RowMap
+from ..composition import Composition
+from ..decide import check_finite
+from ..evidence_blocks import SegmentQueries, observe_queries, workspace_bytes
+from ..snapshot import Frontier, Snapshot
+from ..token_kinds import PUNCTUATION_TOKEN, SPECIAL_TOKEN
+from .owners import OwnerCandidates, OwnerQueries
+from .pack import OwnerDecider, pack_owners
+
+__all__ = ["FamilyDecider"]
+
+_MEANS = MeanAttention()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Owner:
+    """One owner's candidates."""
+
+    number: int
+    row: int  # batch row
+    head: int  # stored head
+    table: RowMap
+    kinds_n: Tensor  # `engine/token_kinds.py`
+
+
+class FamilyDecider(OwnerDecider):
+    """One selection in which every owner has a policy of its own."""
+
+    def __init__(
+        self,
+        composition: Composition,
+        rule: FamilyRule,
+        transaction: Transaction,
+        *,
+        heads: int,
+        before: Snapshot,
+        frontier: Frontier,
+        budget_rows: Sequence[int],
+        ends_prompt: bool,
+    ) -> None:
+        """Open a selection.
+
+        Args:
+            heads: stored heads of a batch row.
+            before: what was published, with the families chosen then.
+            frontier: how far each batch row has come, candidates included.
+            budget_rows: rows each owner may keep, for each batch row.
+            ends_prompt: the selection closes a prompt segment (and not a decode step).
+        """
+        self._policy, self._rule, self._transaction = composition, rule, transaction
+        self._heads, self._frontier, self._budget_rows = heads, frontier, budget_rows
+        self._families_LO = before.families_LO
+        self._profile_tokens = list(before.profile_tokens or (0,) * len(budget_rows))
+        again = ends_prompt and composition.on_append == "recompress"
+        self._measures = [again or not tokens for tokens in self._profile_tokens]
+        self._chosen_LO: list[tuple[int, ...]] = []
+        self._finite: list[Tensor] = []
+        self._dropped = 0
+        self.layers: dict[int, RaggedLayer] = {}
+
+    @property
+    def observes(self) -> bool:
+        """Every query counts: in a profile, and in the rows' means."""
+        return True
+
+    @property
+    def drops_rows(self) -> bool:
+        """Whether an owner lost a row."""
+        return self._dropped > 0
+
+    def observe(
+        self, layer: int, candidates: OwnerCandidates, queries_BQWD: Tensor | None, seen: OwnerQueries | None
+    ) -> None:
+        """Profile, choose and pack one layer."""
+        enter = self._transaction.enter
+        enter(layer, Phase.SCORE)
+        if seen is not None and not layer:
+            self._open_profiles(seen)
+        maps, base = candidates.maps(), candidates.base
+        carried = None if base.states_NX is None else torch.split(base.states_NX, list(base.lengths))
+        families, chosen, states = [], [], []
+        for number, table in enumerate(maps):
+            owner = self._owner(number, table)
+            evidence = self._evidence(owner.row)
+            state_nX = torch.zeros(table.width, evidence.channels, device=table.tokens_BMW.device)
+            if carried is not None:
+                state_nX[: base.lengths[number], :2] = carried[number]
+            if seen is not None and queries_BQWD is not None and seen.count(owner.row):
+                keys_nD, _ = candidates.rows(number)
+                self._add(evidence, state_nX, layer, owner, keys_nD, queries_BQWD, seen)
+            family = self._families_LO[layer][number] if self._families_LO else FULL_FAMILY
+            if evidence.local_rows is not None:
+                family = self._profile(state_nX, owner)
+            families.append(family)
+            chosen.append(self._kept(state_nX, owner, family))
+            states.append(state_nX[:, :2])
+        for phase in (Phase.PROTECT, Phase.SELECT, Phase.VALIDATE, Phase.ADMIT, Phase.RESERVE):
+            enter(layer, phase)
+        self._chosen_LO.append(tuple(families))
+        self._dropped += sum(m.width - k.shape[0] for m, k in zip(maps, chosen, strict=True) if k is not None)
+        self.layers[layer] = pack_owners(candidates, maps, chosen, self._heads, states)
+        enter(layer, Phase.PACK)
+
+    def finish(self, num_layers: int) -> tuple[RaggedLayer, ...]:
+        """Return all layers.
+
+        Raises:
+            SelectionError: a score is not finite; the model's activations are broken.
+        """
+        check_finite(self._finite)
+        return tuple(self.layers[layer] for layer in range(num_layers))
+
+    def decided(self) -> dict[str, Any]:
+        """Return the families, and the tokens they were chosen by."""
+        return {"families_LO": tuple(self._chosen_LO), "profile_tokens": tuple(self._profile_tokens)}
+
+    # -- score --------------------------------------------------------------------------------------------------------
+
+    def _open_profiles(self, seen: OwnerQueries) -> None:
+        """Fix which batch rows are profiled: those that brought queries, and were not profiled or are to be again."""
+        for row, measures in enumerate(self._measures):
+            self._measures[row] = measures and seen.count(row) > 0
+            if self._measures[row]:
+                self._profile_tokens[row] = self._frontier.tokens[row]
+
+    def _evidence(self, row: int) -> MeanAttention:
+        tokens = self._profile_tokens[row]
+        return MeanAttention(local_rows=self._rule.local_rows(tokens) if self._measures[row] and tokens else None)
+
+    def _owner(self, number: int, table: RowMap) -> _Owner:
+        row, head = divmod(number, self._heads)
+        assert self._frontier.kinds_BF is not None, "families know the tokens of every column"
+        kinds_n = self._frontier.kinds_BF[row].index_select(0, table.columns_BMW[0, 0].long())
+        return _Owner(number=number, row=row, head=head, table=table, kinds_n=kinds_n)
+
+    def _add(
+        self,
+        evidence: MeanAttention,
+        state_nX: Tensor,
+        layer: int,
+        owner: _Owner,
+        keys_nD: Tensor,
+        queries_BQWD: Tensor,
+        seen: OwnerQueries,
+    ) -> None:
+        """Add the observed queries to the states of one owner's rows, in blocks."""
+        queries_1GWD = seen.of_owner(queries_BQWD, owner.row, owner.head, self._heads)
+        shown, newest, device = seen.seen(owner.row, owner.table), self._frontier.tokens[owner.row], keys_nD.device
+        tokens_1W = torch.arange(newest - queries_1GWD.shape[2], newest, device=device)[None]
+        self.workspace_bytes = max(self.workspace_bytes, workspace_bytes(evidence, queries_1GWD, owner.table.width))
+        observe_queries(
+            evidence,
+            self._policy.group,
+            state_nX[None, None],
+            SegmentQueries(
+                layer=layer,
+                queries_BQTD=queries_1GWD,
+                columns_BT=shown.columns_BW,
+                query_tokens_BT=tokens_1W,
+                real_BT=None,
+                clock_BT=torch.zeros_like(tokens_1W),
+                keys_BSND=keys_nD[None, None],
+                view=owner.table,
+                visibility=shown.visibility,
+                scaling=seen.scaling,
+            ),
+        )
+        self._finite.append(torch.isfinite(state_nX).all())
+
+    # -- choose, protect, select --------------------------------------------------------------------------------------
+
+    def _profile(self, state_nX: Tensor, owner: _Owner) -> int:
+        """Return the family that is enough for one owner."""
+        tokens_n, tokens = owner.table.tokens_BMW[0, 0], self._profile_tokens[owner.row]
+        pinned = torch.tensor(self._policy.pinned_tokens, dtype=tokens_n.dtype, device=tokens_n.device)
+        head = HeadMass(
+            mass_N=state_nX[:, 2],
+            band_N=state_nX[:, 3],
+            mean_N=_MEANS.scores(state_nX, tokens_n),
+            always_N=(owner.kinds_n == SPECIAL_TOKEN) | torch.isin(tokens_n, pinned),
+            punctuation_N=owner.kinds_n == PUNCTUATION_TOKEN,
+            newest_N=tokens_n >= tokens - self._rule.local_rows(tokens),
+        )
+        return self._rule.choose(head, tokens, self._budget_rows[owner.row])
+
+    def _kept(self, state_nX: Tensor, owner: _Owner, family: int) -> Tensor | None:
+        """Return which rows of one owner stay; None where all do."""
+        tokens_n = owner.table.tokens_BMW[0, 0]
+        terms = self._rule.terms(family, self._profile_tokens[owner.row], self._frontier.tokens[owner.row])
+        classes = row_classes(
+            tokens_n,
+            owner.kinds_n == SPECIAL_TOKEN,
+            owner.kinds_n == PUNCTUATION_TOKEN,
+            sinks=self._policy.sinks,
+            protect=self._policy.protect,
+            newest_from=terms.newest_from,
+            keeps_punctuation=terms.punctuation,
+        )
+        ranks = class_ranks(_MEANS.scores(state_nX, tokens_n), classes, tokens_n)
+        return keep_by_class(classes, ranks, terms.quota_rows, self._budget_rows[owner.row])
