@@ -14,17 +14,20 @@ from hf_kvpolicy.eval.report import depth_table, paired_table, quality_table, su
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "benchmarks" / "smollm2-135m_cpu_2026-11-30_needle_retention.json"
+ALLOCATION = ROOT / "benchmarks" / "smollm2-135m_cpu_2026-11-30_needle_allocation.json"
 
 
-def test_the_tables_are_those_of_the_records() -> None:
+@pytest.mark.parametrize("records", [RECORDS, ALLOCATION], ids=lambda path: path.stem)
+def test_the_tables_are_those_of_the_records(records: Path) -> None:
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    for _, group in tables(summaries_of(PackedRun(RECORDS))):
+    for _, group in tables(summaries_of(PackedRun(records))):
         for table in (quality_table(group), paired_table(group), depth_table(group)):
             assert "\n".join(table) in page, "paste the lines of this table into the page"
 
 
-def test_every_cell_of_the_records_was_measured() -> None:
-    summaries = summaries_of(PackedRun(RECORDS))
+@pytest.mark.parametrize("records", [RECORDS, ALLOCATION], ids=lambda path: path.stem)
+def test_every_cell_of_the_records_was_measured(records: Path) -> None:
+    summaries = summaries_of(PackedRun(records))
     assert all(summary.measured and summary.measured.n >= 20 for summary in summaries)
 
 

@@ -104,6 +104,7 @@ class PyramidInferCache(PolicyCache):
             "pyramidinfer",
             common,
             own,
+            needs_budget=False,
             schedule="in_prefill",
             evidence=RecentAttention(recent_ratio=recent_ratio, distance_weight=distance_weight),
             sinks=sinks,
