@@ -73,6 +73,8 @@ class ZigZagAllocation(Allocation):
 
     def sensitivity(self, attention_QN: Tensor) -> float:
         """Return LMBA: the mean over query heads of the rows that hold `mass` of the window's attention."""
+        if not attention_QN.shape[-1]:
+            return 0.0  # a batch row of pads only holds nothing yet
         return float(minimum_rows_for_mass(attention_QN, self.mass).double().mean())
 
     def open_rows(self, demand: Demand, sensitivity_L: Sequence[float] | None) -> list[list[int]]:
