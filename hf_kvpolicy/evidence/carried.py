@@ -102,7 +102,7 @@ class CarriedEvidence(ABC):
 
 
 def reduce_group(weights_BSGTN: Tensor, group: str) -> Tensor:
-    """Reduce the query heads of a KV head, per query: [B, S, T, N]."""
+    """Reduce the query heads of a KV head, axis 2: per query [B, S, T, N], or [B, S, N] where queries were summed."""
     if group == "mean":
         return weights_BSGTN.mean(dim=2)
     return weights_BSGTN.sum(dim=2) if group == "sum" else weights_BSGTN.amax(dim=2)

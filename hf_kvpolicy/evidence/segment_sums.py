@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .base import LayerObservation
+from .carried import reduce_group
 
 __all__ = ["ALL_QUERIES", "SegmentAttention"]
 
@@ -56,9 +57,7 @@ class SegmentAttention:
             votes_BHGN[..., :covered] += attention.sum(dim=3)
         if score_heads > heads:
             return votes_BHGN.flatten(1, 2)
-        if group == "mean":
-            return votes_BHGN.mean(dim=2)
-        return votes_BHGN.sum(dim=2) if group == "sum" else votes_BHGN.amax(dim=2)
+        return reduce_group(votes_BHGN, group)
 
     def refine(self, votes_BMN: Tensor) -> Tensor:
         """Return the votes unchanged."""

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from ..errors import ConfigError
 from .base import LayerObservation
+from .carried import reduce_group
 
 __all__ = ["GROUPS", "Pooling", "WindowVotes", "pool_reference", "window_votes_reference"]
 
@@ -60,7 +61,7 @@ class WindowVotes:
             queries = seen.queries_BQWD[:, head * group_size : (head + 1) * group_size].float()
             mask = None if visible is None else visible[:, head : head + 1] if visible.shape[1] > 1 else visible
             votes_BGN = _summed_attention(queries, seen.keys_BHND[:, head].float(), mask, seen)
-            parts.append(votes_BGN if score_heads > heads else _reduce_group(votes_BGN, group))
+            parts.append(votes_BGN if score_heads > heads else reduce_group(votes_BGN[:, None], group))
         return torch.cat(parts, dim=1)
 
     def refine(self, votes_BMN: Tensor) -> Tensor:
@@ -86,12 +87,6 @@ def _summed_attention(queries_BGWD: Tensor, keys_BND: Tensor, mask: Tensor | Non
         # A pad's query may see nothing at all; its row is NaN and must not vote.
         attention.masked_fill_(~seen.observed_BW[:, None, :, None], 0.0)
     return attention.sum(dim=2)
-
-
-def _reduce_group(votes_BGN: Tensor, group: str) -> Tensor:
-    if group == "mean":
-        return votes_BGN.mean(dim=1, keepdim=True)
-    return votes_BGN.sum(dim=1, keepdim=True) if group == "sum" else votes_BGN.amax(dim=1, keepdim=True)
 
 
 def window_votes_reference(queries_QTD: Tensor, keys_HTD: Tensor, *, window: int, group: str, scaling: float) -> Tensor:

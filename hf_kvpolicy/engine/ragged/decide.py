@@ -64,7 +64,6 @@ class RaggedDecider(OwnerDecider):
             self._demand(row, mean, [layer[row * self._heads : (row + 1) * self._heads] for layer in candidates_LO])
             for row, mean in enumerate(budget_rows)
         ]
-        self.candidate_rows = sum(map(sum, candidates_LO))
         self._drops_rows = any(d.total_rows < sum(map(sum, d.caps_LS)) for d in self._demands)
         allocation = composition.allocation
         self._waits = self.drops_rows and allocation.measures_layers
