@@ -26,8 +26,8 @@ class TaskPoint:
 class Cell:
     """Coordinates that every row of the cell shares.
 
-    `question_aware` says whether the question is in the prompt when rows are selected. Here it always is: one
-    prefill carries context and question.
+    `query_aware` says whether the question is in the prompt when rows are selected; else the text is fed first, and
+    the question is a segment of its own.
     """
 
     task: str
@@ -37,7 +37,7 @@ class Cell:
     options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     max_new_tokens: int = 16
-    question_aware: bool = True
+    query_aware: bool = True
 
     def coordinates(self) -> dict[str, Any]:
         """The cell as plain JSON."""
@@ -63,7 +63,7 @@ def task_points(config: SweepConfig) -> Iterator[TaskPoint]:
                 length_tokens=length,
                 depths=task.depths,
                 num_examples=task.num_examples,
-                max_new_tokens=config.max_new_tokens,
+                max_new_tokens=task.max_new_tokens,
                 seed=seed,
             )
             yield TaskPoint(task=task, request=request)
@@ -71,7 +71,7 @@ def task_points(config: SweepConfig) -> Iterator[TaskPoint]:
 
 def cells_at(config: SweepConfig, point: TaskPoint) -> Iterator[Cell]:
     """Every policy, option set and budget at one task point; the full cache comes first."""
-    for policy in config.policies:
+    for query_aware, policy in itertools.product(config.query_aware, config.policies):
         for options, budget in itertools.product(_option_sets(policy), policy.budgets):
             yield Cell(
                 task=point.task.name,
@@ -81,6 +81,7 @@ def cells_at(config: SweepConfig, point: TaskPoint) -> Iterator[Cell]:
                 options=options,
                 seed=point.request.seed,
                 max_new_tokens=point.request.max_new_tokens,
+                query_aware=query_aware,
             )
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,7 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """Greedy continuation, the end token left out. `finish_reason` is "eos" or "length"."""
+    """Greedy continuation, the end token left out. `finish_reason` is "eos", "stop" or "length"."""
 
     token_ids: tuple[int, ...]
     finish_reason: str
@@ -58,27 +59,50 @@ class AnswerScore:
 
 
 @torch.no_grad()
-def prefill(model: Any, token_ids: Sequence[int], cache: Any) -> Prefilled:
-    """Feed the whole prompt in one forward."""
+def prefill(model: Any, segments: Iterable[Sequence[int]], cache: Any) -> Prefilled:
+    """Feed a prompt, one forward a segment; a cache may select after each."""
     started = _now(model)
-    logits = _forward(model, token_ids, cache)
+    for token_ids in segments:
+        logits = _forward(model, token_ids, cache)
     if hasattr(cache, "finish_prefill"):
         cache.finish_prefill()  # a cache that waits for more chunks is told that there are none
     return Prefilled(cache=cache, next_logits=logits, seconds=_now(model) - started)
 
 
 @torch.no_grad()
-def greedy_decode(model: Any, prefilled: Prefilled, max_new_tokens: int, stop_ids: frozenset[int]) -> Generated:
-    """Continue greedily until a stop token or `max_new_tokens`."""
+def greedy_decode(
+    model: Any,
+    prefilled: Prefilled,
+    max_new_tokens: int,
+    stop_ids: frozenset[int],
+    *,
+    min_new_tokens: int = 0,
+    is_complete: Callable[[list[int]], bool] = lambda tokens: False,
+) -> Generated:
+    """Continue greedily until a stop token, an answer that is complete, or `max_new_tokens`.
+
+    Args:
+        model: the model.
+        prefilled: what follows which prompt; its cache is fed the answer.
+        max_new_tokens: tokens of the longest answer.
+        stop_ids: ids that end an answer; they are no part of it.
+        min_new_tokens: until there are so many, stop tokens are passed over for the next best token.
+        is_complete: asked after each token whether the answer ends with it, such as by a stop string.
+    """
     tokens: list[int] = []
     logits, forwards, started = prefilled.next_logits, 0, _now(model)
     reason = "length"
     while True:
+        if len(tokens) < min_new_tokens:
+            logits = logits.index_fill(0, torch.tensor(sorted(stop_ids), device=logits.device), -math.inf)
         token = int(logits.argmax())
         if token in stop_ids:
             reason = "eos"
             break
         tokens.append(token)
+        if is_complete(tokens):
+            reason = "stop"
+            break
         if len(tokens) == max_new_tokens:
             break
         logits = _forward(model, [token], prefilled.cache)

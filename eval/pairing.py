@@ -43,7 +43,7 @@ def _baseline_of(ours: CellSummary, name: str, cells: Iterable[CellSummary]) -> 
     budget = None if name == "full" else ours.cell.budget
 
     def matches(other: CellSummary) -> bool:
-        point = ("task", "length_tokens", "max_new_tokens", "question_aware")
+        point = ("task", "length_tokens", "max_new_tokens", "query_aware")
         same_point = all(getattr(other.cell, field) == getattr(ours.cell, field) for field in point)
         return same_point and (other.cell.policy, other.cell.budget) == (name, budget)
 

@@ -1,8 +1,9 @@
-"""From the parts of an example to the token ids of a prompt: template, answer prefix, exactly one BOS."""
+"""From the parts of an example to token ids: chat template, segments, answer prefix, at most one added BOS."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,21 @@ __all__ = ["EncodedPrompt", "PromptEncoder"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedPrompt:
-    """Token ids of one prompt and of its gold answer as the model would continue with it."""
+    """Token ids of one prompt and of its gold answer as the model would continue with it.
+
+    `segment_ends` are the token counts after which a cache may select: the prompt is fed in these pieces.
+    """
 
     token_ids: tuple[int, ...]
     answer_ids: tuple[int, ...]
+    segment_ends: tuple[int, ...]
     sha256: str
+
+    @property
+    def segments(self) -> tuple[tuple[int, ...], ...]:
+        """The pieces of the prompt, in order."""
+        begins = (0, *self.segment_ends[:-1])
+        return tuple(self.token_ids[begin:end] for begin, end in zip(begins, self.segment_ends, strict=True))
 
 
 class PromptEncoder:
@@ -70,34 +81,92 @@ class PromptEncoder:
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return [(int(begin), int(end)) for begin, end in encoded["offset_mapping"]]
 
+    def cut_middle(self, text: str, max_tokens: int) -> tuple[str, int]:
+        """The text with its middle cut out so that about `max_tokens` tokens stay, and how many tokens went.
+
+        Both halves are decoded and joined without a mark, as LongBench does; the joint may tokenise a little longer.
+        """
+        ids = self._tokenizer(text)["input_ids"]
+        if len(ids) <= max_tokens:
+            return text, 0
+        half = max_tokens // 2
+        first, last = ids[:half], ids[len(ids) - half :]
+        parts = [self._tokenizer.decode(part, skip_special_tokens=True) for part in (first, last)]
+        return "".join(parts), len(ids) - 2 * half
+
     def text(self, example: Example) -> str:
         """The prompt as text, up to and including the answer prefix."""
-        user_turn = f"{example.context}\n\n{example.question}"
-        if not self.uses_chat_template:
-            return f"{user_turn}\n{example.answer_prefix}"
-        turns = [{"role": "user", "content": user_turn}]
-        rendered = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        return f"{rendered}{example.answer_prefix}"
+        question = f"{example.context}{example.joint}{example.question}"
+        if not (self.uses_chat_template and example.chat_template):
+            turns = "".join(f"{turn.user}\n{turn.assistant}\n\n" for turn in example.earlier_turns)
+            return f"{turns}{question}\n{example.answer_prefix}" if example.answer_prefix else f"{turns}{question}"
+        return f"{self._rendered(example, question)}{example.answer_prefix}"
 
-    def encode(self, example: Example) -> EncodedPrompt:
-        """Token ids of the prompt, and of the first gold answer with the space that the prefix leaves out."""
+    def encode(self, example: Example, *, query_aware: bool = True) -> EncodedPrompt:
+        """Token ids of the prompt, where its segments end, and the gold answer as a continuation.
+
+        Args:
+            example: what is asked.
+            query_aware: whether context and question are fed as one segment; else a cache selects before it has seen
+                the question. Earlier turns are segments of their own either way.
+        """
         prompt_text = self.text(example)
-        prompt = self._ids(prompt_text)
-        continued = self._ids(f"{prompt_text} {example.answers[0]}")
+        templated = self.uses_chat_template and example.chat_template
+        prompt = self._ids(prompt_text, templated=templated)
+        joint = "" if not example.answer_prefix or example.answer_prefix[-1].isspace() else " "
+        continued = self._ids(f"{prompt_text}{joint}{example.gold_text}", templated=templated)
         # A tokenizer may merge the answer into the prefix's last token; then the answer is encoded alone.
         answer = continued[len(prompt) :]
         if continued[: len(prompt)] != prompt:
-            answer = self._tokenizer(f" {example.answers[0]}", add_special_tokens=False)["input_ids"]
+            answer = self._tokenizer(f"{joint}{example.gold_text}", add_special_tokens=False)["input_ids"]
         digest = hashlib.sha256(repr(prompt).encode()).hexdigest()
-        return EncodedPrompt(token_ids=tuple(prompt), answer_ids=tuple(answer), sha256=digest)
+        ends = self._segment_ends(example, prompt_text, prompt, query_aware=query_aware)
+        return EncodedPrompt(token_ids=tuple(prompt), answer_ids=tuple(answer), segment_ends=ends, sha256=digest)
 
-    def _ids(self, text: str) -> list[int]:
-        """Ids with exactly one leading BOS where the template or the tokenizer uses one, else none."""
+    def _rendered(self, example: Example, question: str) -> str:
+        turns = [
+            {"role": role, "content": content}
+            for turn in example.earlier_turns
+            for role, content in (("user", turn.user), ("assistant", turn.assistant))
+        ]
+        turns.append({"role": "user", "content": question})
+        rendered: str = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        return rendered
+
+    def _segment_ends(
+        self, example: Example, prompt_text: str, prompt: list[int], *, query_aware: bool
+    ) -> tuple[int, ...]:
+        """Token counts at which a cache is given time to select; the last is the whole prompt."""
+        cuts = []
+        search_from = 0
+        for turn in example.earlier_turns:
+            # A template may trim or wrap what it is given, so the text is looked for rather than counted.
+            search_from = prompt_text.index(turn.assistant.strip(), search_from) + len(turn.assistant.strip())
+            cuts.append(search_from)
+        tail = example.question.strip()
+        if not query_aware and tail and example.context:
+            # The prefix of the answer may repeat the question.
+            cuts.append(prompt_text.rindex(tail, 0, len(prompt_text) - len(example.answer_prefix)))
+        ends = [self._tokens_before(prompt_text, prompt, cut) for cut in cuts]
+        return (*sorted({end for end in ends if 0 < end < len(prompt)}), len(prompt))
+
+    def _tokens_before(self, text: str, ids: list[int], character: int) -> int:
+        """How many of the prompt's tokens lie wholly before a character; a token across it belongs behind."""
+        if getattr(self._tokenizer, "is_fast", False):
+            spans = self.character_spans(text)
+            added = len(ids) - len(spans)
+            return added + sum(last <= character for _, last in spans)
+        alone = self._tokenizer(text[:character], add_special_tokens=False)["input_ids"]
+        added = int(bool(ids) and ids[0] == self._bos_id and not self._starts_with_bos(alone))
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(alone, ids[added:], strict=False))
+        return added + sum(1 for _ in same)
+
+    def _ids(self, text: str, *, templated: bool) -> list[int]:
+        """Ids of a rendered template as they are; else with one BOS where the tokenizer adds one by itself."""
         ids: list[int] = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        if self._bos_id is None or not (self._tokenizer_adds_bos or self._starts_with_bos(ids)):
+        if templated or not self._tokenizer_adds_bos or self._starts_with_bos(ids):
             return ids
-        while self._starts_with_bos(ids):
-            ids = ids[1:]
+        assert self._bos_id is not None
         return [self._bos_id, *ids]
 
     def _starts_with_bos(self, ids: list[int]) -> bool:

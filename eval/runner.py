@@ -47,7 +47,6 @@ class _Session:
         self.done = {row.row_key for row in directory.rows() if row.status == outcomes.OK}
 
     def _run_record(self) -> dict[str, Any]:
-        names = {task.name for task in self.config.tasks}
         return {
             "sweep": dict(self.config.document),
             "sweep_sha256": sha256_of(self.config.document),
@@ -55,7 +54,7 @@ class _Session:
             "identity_sha256": self.identity_sha256,
             "model_source": self.loaded.source,
             "device": str(self.loaded.model.device),
-            "tasks": {name: dict(make_task(name).provenance) for name in sorted(names)},
+            "tasks": {task.name: dict(make_task(task.name, task.params).provenance) for task in self.config.tasks},
             "versions": self.versions,
             "threads": torch.get_num_threads(),
             "jobs": self.config.jobs,
@@ -92,12 +91,13 @@ def run_sweep(
     session, outcome = _Session(config, loaded, directory), RunOutcome()
     chosen = slice(part[0] - 1, limit, part[1])
     for point in cells.task_points(config):
-        examples = make_task(point.task.name).examples(point.request, session.encoder)
+        task = make_task(point.task.name, point.task.params)
+        examples = task.examples(point.request, session.encoder)
         _save_examples(session, point, examples)
         for cell in cells.cells_at(config, point):
             say(
                 f"{cell.task} {cell.length_tokens} tokens, {cell.label}: "
-                f"{_run_cell(session, cell, examples[chosen], build_cache, outcome)}"
+                f"{_run_cell(session, cell, task.metric, examples[chosen], build_cache, outcome)}"
             )
     return outcome
 
@@ -111,17 +111,22 @@ def _save_examples(session: _Session, point: TaskPoint, examples: list[Example])
 
 
 def _run_cell(
-    session: _Session, cell: Cell, examples: list[Example], build_cache: CacheBuilder, outcome: RunOutcome
+    session: _Session,
+    cell: Cell,
+    metric: str,
+    examples: list[Example],
+    build_cache: CacheBuilder,
+    outcome: RunOutcome,
 ) -> str:
     """Run the missing examples of one cell and return a short account of it."""
     cell_key, scores = cell.key(session.identity_sha256), []
     for example in examples:
-        encoded = session.encoder.encode(example)
+        encoded = session.encoder.encode(example, query_aware=cell.query_aware)
         row_key = sha256_of([cell_key, example.example_id])[:16]
         if row_key in session.done:
             outcome.skipped += 1
             continue
-        row = _row(session, cell, cell_key, row_key, example, encoded, build_cache)
+        row = _row(session, cell, metric, cell_key, row_key, example, encoded, build_cache)
         session.directory.append(row)
         outcome.written += 1
         if row.status != outcomes.OK:
@@ -136,6 +141,7 @@ def _run_cell(
 def _row(
     session: _Session,
     cell: Cell,
+    metric: str,
     cell_key: str,
     row_key: str,
     example: Example,
@@ -146,12 +152,12 @@ def _row(
         row_key=row_key,
         cell_key=cell_key,
         cell=cell.coordinates(),
-        example=_example_record(example, encoded),
+        example={**_example_record(example, encoded), "metric": metric},
         status=outcomes.OK,
         versions=session.versions,
     )
     try:
-        trial = run_trial(session.loaded, cell, example, encoded, lambda: build_cache(cell))
+        trial = run_trial(session.loaded, cell, example, encoded, lambda: build_cache(cell), metric=metric)
     except Exception as error:  # a failing cell is a result, and the sweep goes on
         return dataclasses.replace(
             blank,
@@ -177,7 +183,6 @@ def _example_record(example: Example, encoded: EncodedPrompt) -> dict[str, Any]:
         "answers": list(example.answers),
         "prompt_tokens": len(encoded.token_ids),
         "prompt_sha256": encoded.sha256,
-        # Tasks size their prompts; nothing is ever cut. Kept as a column because other harnesses cut
-        # silently.
-        "truncated": False,
+        "truncated": example.dropped_tokens > 0,
+        "dropped_tokens": example.dropped_tokens,
     }

@@ -10,7 +10,6 @@ from typing import Any
 from ..contract.canonical import canonical_json
 from .cells import Cell
 from .metrics.answer_nll import AnswerNLL
-from .metrics.needle_match import NeedleMatch
 from .outcomes import OK, Outcome
 from .records import Row
 from .statistics import SMOKE_BELOW, Interval, bootstrap_mean, paired_difference
@@ -86,7 +85,7 @@ def _group_key(cell: Mapping[str, Any]) -> str:
 
 
 def _point(cell: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(cell[name] for name in ("task", "length_tokens", "max_new_tokens", "question_aware"))
+    return tuple(cell[name] for name in ("task", "length_tokens", "max_new_tokens", "query_aware"))
 
 
 def _failure(group: list[Row]) -> Row | None:
@@ -132,18 +131,16 @@ def _measure(group: list[Row]) -> Measured:
     cache = [row.cache for row in group if row.cache is not None]
     timing = [row.timing for row in group if row.timing is not None]
     ids = [str(row.example["id"]) for row in group]
-    answers = [list(row.example["answers"]) for row in group]
-    match = NeedleMatch(keep_in_memory=True).compute(predictions=[q.output_text for q in quality], references=answers)
     nll = AnswerNLL(keep_in_memory=True).compute(
         predictions=[q.answer_nll for q in quality], references=[q.answer_tokens for q in quality]
     )
     nlls = [q.answer_nll for q in quality]
     return Measured(
         n=len(group),
-        score=bootstrap_mean(match["per_example"]),
+        score=bootstrap_mean([q.score for q in quality]),
         answer_nll=bootstrap_mean(nlls),
         perplexity=nll["perplexity"],
-        empty_outputs=match["empty_outputs"],
+        empty_outputs=sum(not q.output_text.strip() for q in quality),
         prompt_rows=_mean(c.prompt_rows_mean for c in cache),
         prompt_rows_min=min(c.prompt_rows_min for c in cache),
         prompt_rows_max=max(c.prompt_rows_max for c in cache),
@@ -152,7 +149,7 @@ def _measure(group: list[Row]) -> Measured:
         full_kv_bytes=_mean(c.full_kv_bytes for c in cache),
         prefill_s=_mean(t.prefill_s for t in timing),
         decode_ms_per_token=_mean(t.decode_ms_per_token for t in timing),
-        scores=dict(zip(ids, match["per_example"], strict=True)),
+        scores=dict(zip(ids, (q.score for q in quality), strict=True)),
         nlls=dict(zip(ids, nlls, strict=True)),
         depths={
             str(row.example["id"]): float(row.example["depth_ratio"]) for row in group if "depth_ratio" in row.example

@@ -32,12 +32,12 @@ _SWEEP_KEYS = (
     "policies",
     "budgets",
     "seeds",
+    "query_aware",
     "max_new_tokens",
     "threads",
     "jobs",
     "include_random",
 )
-_DEFAULT_DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +51,17 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSpec:
-    """One task at several lengths; every length is seen at every depth."""
+    """One task at several lengths; every length is seen at every depth.
+
+    `max_new_tokens` is the sweep's, or the task's own where the sweep says nothing.
+    """
 
     name: str
     lengths_tokens: tuple[int, ...]
-    depths: tuple[float, ...] = _DEFAULT_DEPTHS
-    num_examples: int = 10
+    depths: tuple[float, ...]
+    num_examples: int
+    max_new_tokens: int
+    params: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +82,7 @@ class SweepConfig:
     tasks: tuple[TaskSpec, ...]
     policies: tuple[PolicySpec, ...]
     seeds: tuple[int, ...]
-    max_new_tokens: int
+    query_aware: tuple[bool, ...]
     threads: int
     jobs: int
     document: Mapping[str, Any]
@@ -132,10 +137,10 @@ def parse_sweep(document: Mapping[str, Any]) -> SweepConfig:
     policies = [_policy(item, budgets, i) for i, item in enumerate(fields.items(document, "policies"))]
     return SweepConfig(
         model=_model(document["model"]),
-        tasks=tuple(_task(item, i) for i, item in enumerate(fields.items(document, "tasks"))),
+        tasks=tuple(_task(item, i, document) for i, item in enumerate(fields.items(document, "tasks"))),
         policies=_with_baselines(policies, budgets, include_random=document.get("include_random", True)),
         seeds=tuple(fields.integers(document.get("seeds", [0]), where="seeds", minimum=0)),
-        max_new_tokens=fields.integer(document.get("max_new_tokens", 16), where="max_new_tokens", minimum=1),
+        query_aware=_query_aware(document.get("query_aware", True)),
         threads=fields.integer(document.get("threads", 1), where="threads", minimum=1),
         jobs=fields.integer(document.get("jobs", 1), where="jobs", minimum=1),
         document=dict(document),
@@ -150,20 +155,45 @@ def _model(value: Any) -> ModelSpec:
     return ModelSpec(**{key: str(item) for key, item in value.items()})
 
 
-def _task(value: Any, index: int) -> TaskSpec:
+def _task(value: Any, index: int, sweep: Mapping[str, Any]) -> TaskSpec:
     where = f"tasks[{index}]"
-    allowed = ("name", "lengths_tokens", "depths", "num_examples")
+    allowed = ("name", "lengths_tokens", "depths", "num_examples", "max_new_tokens", "params")
     fields.check_keys(value, allowed, required=("name", "lengths_tokens"), where=where)
-    make_task(value["name"])  # refuses an unknown name, with a suggestion
-    depths = tuple(float(depth) for depth in value.get("depths", _DEFAULT_DEPTHS))
-    if not depths or not all(0.0 <= depth <= 1.0 for depth in depths):
-        raise ConfigError(f"{where}.depths must be one or more ratios in [0, 1]; got {list(depths)}.")
+    params = value.get("params", {})
+    if not isinstance(params, Mapping):
+        raise ConfigError(f"{where}.params must be a mapping of the task's own parameters; got {params!r}.")
+    task = make_task(value["name"], params)  # refuses an unknown name, with a suggestion
+    new_tokens = value.get("max_new_tokens", sweep.get("max_new_tokens"))
     return TaskSpec(
         name=value["name"],
         lengths_tokens=tuple(fields.integers(value["lengths_tokens"], where=f"{where}.lengths_tokens", minimum=1)),
-        depths=depths,
+        depths=_depths(value.get("depths", list(task.depths)), task.depths, where),
         num_examples=fields.integer(value.get("num_examples", 10), where=f"{where}.num_examples", minimum=1),
+        max_new_tokens=fields.integer(
+            task.max_new_tokens if new_tokens is None else new_tokens, where="max_new_tokens", minimum=1
+        ),
+        params=dict(params),
     )
+
+
+def _depths(value: Any, default: tuple[float, ...], where: str) -> tuple[float, ...]:
+    """Depths of a task that hides something at a depth; none of one that does not."""
+    if not default:
+        if value:
+            raise ConfigError(f"{where} hides nothing at a depth, so it takes no depths. Leave the key out.")
+        return ()
+    depths = tuple(float(depth) for depth in value)
+    if not depths or not all(0.0 <= depth <= 1.0 for depth in depths):
+        raise ConfigError(f"{where}.depths must be one or more ratios in [0, 1]; got {list(depths)}.")
+    return depths
+
+
+def _query_aware(value: Any) -> tuple[bool, ...]:
+    """Whether a cache sees the question when it selects: true, false, or a list of both."""
+    values = value if isinstance(value, list) else [value]
+    if not values or not all(isinstance(item, bool) for item in values) or len(set(values)) < len(values):
+        raise ConfigError(f"query_aware must be true, false or [true, false]; got {value!r}.")
+    return tuple(values)
 
 
 def _policy(value: Any, budgets: tuple[BudgetValue, ...], index: int) -> PolicySpec:

@@ -11,7 +11,7 @@ from . import acting, engine, generation
 from .cells import Cell
 from .engine import CacheUse
 from .generation import AnswerScore, Generated
-from .metrics.needle_match import needle_match
+from .metrics.registry import score_answer
 from .model_loading import LoadedModel
 from .prompting import EncodedPrompt
 from .records import CacheRecord, QualityRecord, TimingRecord
@@ -31,9 +31,15 @@ class Trial:
 
 
 def run_trial(
-    loaded: LoadedModel, cell: Cell, example: Example, encoded: EncodedPrompt, build_cache: Callable[[], Any]
+    loaded: LoadedModel,
+    cell: Cell,
+    example: Example,
+    encoded: EncodedPrompt,
+    build_cache: Callable[[], Any],
+    *,
+    metric: str,
 ) -> Trial:
-    """Run one example with a fresh cache.
+    """Run one example with a fresh cache; `metric` names how its answer is scored.
 
     Raises:
         ConfigError: the prompt is longer than the model's positions.
@@ -41,16 +47,23 @@ def run_trial(
     """
     model = loaded.model
     _check_fits(model, len(encoded.token_ids) + cell.max_new_tokens)
-    prefilled = generation.prefill(model, encoded.token_ids, build_cache())
+    prefilled = generation.prefill(model, encoded.segments, build_cache())
     after_prompt = engine.measure(prefilled.cache)
     answer = generation.score_answer(model, generation.fork(prefilled), encoded.answer_ids)
     stop_ids = generation.end_of_text_ids(model, loaded.tokenizer)
-    generated = generation.greedy_decode(model, prefilled, cell.max_new_tokens, stop_ids)
+    generated = generation.greedy_decode(
+        model,
+        prefilled,
+        cell.max_new_tokens,
+        stop_ids,
+        min_new_tokens=example.min_new_tokens,
+        is_complete=_stops(loaded.tokenizer, example),
+    )
     at_end = engine.measure(prefilled.cache)
     prompt_tokens = len(encoded.token_ids)
     allowed = engine.budget_rows(cell, prefilled.cache, model, prompt_tokens)
     return Trial(
-        quality=_quality(loaded, example, answer, generated),
+        quality=_quality(loaded, example, answer, generated, metric),
         cache=_cache_record(
             prefilled.cache,
             after_prompt,
@@ -74,10 +87,24 @@ def _check_fits(model: Any, tokens: int) -> None:
         )
 
 
-def _quality(loaded: LoadedModel, example: Example, answer: AnswerScore, generated: Generated) -> QualityRecord:
+def _stops(tokenizer: Any, example: Example) -> Callable[[list[int]], bool]:
+    """Whether the tokens so far contain a string that ends an answer, once they are as many as are asked for."""
+    if not example.stop:
+        return lambda tokens: False
+
+    def complete(tokens: list[int]) -> bool:
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        return len(tokens) > example.min_new_tokens and any(stop in text for stop in example.stop)
+
+    return complete
+
+
+def _quality(
+    loaded: LoadedModel, example: Example, answer: AnswerScore, generated: Generated, metric: str
+) -> QualityRecord:
     text = loaded.tokenizer.decode(generated.token_ids, skip_special_tokens=True)
     return QualityRecord(
-        score=needle_match(text, example.answers),
+        score=score_answer(metric, text, example),
         answer_nll=answer.nll_per_token,
         answer_top1_rate=answer.top1_rate,
         answer_tokens=answer.tokens,

@@ -100,7 +100,7 @@ def measured(loaded: LoadedModel, case: Case, label: str, budget: int) -> dict[s
     policy, options = CONTENDERS[label]
     tokens = len(case.prompt_ids)
     cache = kv.make_cache(policy, loaded.model, budget=budget, **options)
-    prefilled = prefill(loaded.model, case.prompt_ids, cache)
+    prefilled = prefill(loaded.model, [case.prompt_ids], cache)
     mask_LHN = _held(cache, tokens)
     found = _described(mask_LHN, case)
     found["agreement"], found["agreement_worst_head"] = agreement(mask_LHN, _asked(case, label, budget))

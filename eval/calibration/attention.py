@@ -29,7 +29,7 @@ class Reader:
         """Feed the prompt's tokens, without looking at their attention."""
         self._model = model
         self._cache = DynamicCache(config=model.config)
-        prefill(model, token_ids, self._cache)
+        prefill(model, [token_ids], self._cache)
 
     @torch.no_grad()
     def feed(self, token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:

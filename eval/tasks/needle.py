@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ...errors import ConfigError
-from .base import Example, ExampleRequest, Sizer
-from .haystack import Haystack
+from .base import DEPTH_GRID, Example, ExampleRequest, Sizer, TaskEntry
+from .haystack import Haystack, noise, pydoc_prose
 from .keys import key_words, random_value
 
-__all__ = ["NeedleTask"]
+__all__ = ["ENTRIES", "NeedleTask"]
 
 _INSTRUCTION = "Some access codes are hidden in the text below. Remember them; you will be asked for one later."
 
@@ -41,6 +41,9 @@ class NeedleTask:
     name: str
     haystack: Haystack
     num_distractors: int = 0
+    metric: str = "needle_match"
+    max_new_tokens: int = 16
+    depths: tuple[float, ...] = DEPTH_GRID
 
     @property
     def provenance(self) -> Mapping[str, str]:
@@ -133,3 +136,20 @@ class NeedleTask:
 
 def _needle(key: str, value: str) -> str:
     return f"The access code for {key} is {value}."
+
+
+# The haystack is part of the name: scores on Python's reference are not RULER scores.
+ENTRIES: Mapping[str, TaskEntry] = {
+    "needle_single_noise": TaskEntry(
+        make=lambda name: NeedleTask(name=name, haystack=noise()),
+        about="one access code in repeated filler sentences",
+    ),
+    "needle_single_pydoc": TaskEntry(
+        make=lambda name: NeedleTask(name=name, haystack=pydoc_prose()),
+        about="one access code in the Python language reference",
+    ),
+    "needle_multikey_pydoc": TaskEntry(
+        make=lambda name: NeedleTask(name=name, haystack=pydoc_prose(), num_distractors=3),
+        about="one of four access codes in the Python language reference",
+    ),
+}

@@ -1,35 +1,54 @@
-"""Task names."""
+"""Task names, what each may be told, and how it is made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
 
 from ...errors import ConfigError, did_you_mean
-from .base import Task
-from .haystack import noise, pydoc_prose
-from .needle import NeedleTask
+from . import needle
+from .base import Task, TaskEntry
 
-__all__ = ["available_tasks", "make_task"]
+__all__ = ["available_tasks", "make_task", "task_entry"]
 
-# The haystack is part of the name: scores on Python's reference are not RULER scores.
-_TASKS: dict[str, Callable[[str], Task]] = {
-    "needle_single_noise": lambda name: NeedleTask(name=name, haystack=noise()),
-    "needle_single_pydoc": lambda name: NeedleTask(name=name, haystack=pydoc_prose()),
-    "needle_multikey_pydoc": lambda name: NeedleTask(name=name, haystack=pydoc_prose(), num_distractors=3),
-}
+# One mapping a family of tasks; a name belongs to one family.
+_FAMILIES: tuple[Mapping[str, TaskEntry], ...] = (needle.ENTRIES,)
+_ENTRIES: dict[str, TaskEntry] = {name: entry for family in _FAMILIES for name, entry in family.items()}
 
 
 def available_tasks() -> tuple[str, ...]:
     """Names that `make_task` accepts."""
-    return tuple(_TASKS)
+    return tuple(_ENTRIES)
 
 
-def make_task(name: str) -> Task:
-    """Return the task of that name.
+def task_entry(name: str) -> TaskEntry:
+    """Return what is known of a task without making it.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such task.
     """
-    if name not in _TASKS:
-        raise ConfigError(f"There is no task {name!r}; available are {', '.join(_TASKS)}.{did_you_mean(name, _TASKS)}")
-    return _TASKS[name](name)
+    if name not in _ENTRIES:
+        raise ConfigError(
+            f"There is no task {name!r}; available are {', '.join(_ENTRIES)}.{did_you_mean(name, _ENTRIES)}"
+        )
+    return _ENTRIES[name]
+
+
+def make_task(name: str, params: Mapping[str, Any] | None = None) -> Task:
+    """Return the task of that name.
+
+    Args:
+        name: one of `available_tasks()`.
+        params: what the task is told beyond length, depths and seed, such as where its data lies.
+
+    Raises:
+        ConfigError: there is no such task, it takes no such parameter, or its data is not where the parameter says.
+    """
+    entry, given = task_entry(name), dict(params or {})
+    unknown = [key for key in given if key not in entry.params]
+    if unknown:
+        raise ConfigError(
+            f"Task {name!r} takes no parameter {unknown[0]!r}; it takes {', '.join(entry.params) or 'none'}."
+            f"{did_you_mean(unknown[0], entry.params)}"
+        )
+    return entry.make(name, **given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from eval_fakes import tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from hf_kvpolicy.eval.prompting import PromptEncoder
-from hf_kvpolicy.eval.tasks.base import Example
+from hf_kvpolicy.eval.tasks.base import Example, Turn
 
 BOS = 256
 EXAMPLE = Example(context="Text.", question="What?", answer_prefix="It is", answers=("42",))
@@ -53,3 +54,53 @@ def test_template_digest_changes_with_the_template() -> None:
     before = PromptEncoder(tokenizer).template_sha256
     tokenizer.chat_template += " "
     assert PromptEncoder(tokenizer).template_sha256 != before
+
+
+def test_a_rendered_template_is_tokenised_as_it_is() -> None:
+    tokenizer = adding_bos(tiny_tokenizer())
+    tokenizer.chat_template = "<s><s>" + tokenizer.chat_template
+    encoder = PromptEncoder(tokenizer)
+    ids = tokenizer(encoder.text(EXAMPLE), add_special_tokens=False)["input_ids"]
+    assert encoder.encode(EXAMPLE).token_ids == tuple(ids)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_the_question_is_a_segment_of_its_own_when_a_cache_must_not_see_it(chat: bool) -> None:
+    tokenizer = tiny_tokenizer(chat=chat)
+    encoder = PromptEncoder(tokenizer)
+    # The prefix repeats the question, which must not be taken for it.
+    example = replace(EXAMPLE, answer_prefix="What? It is")
+    aware, agnostic = encoder.encode(example), encoder.encode(example, query_aware=False)
+    assert aware.token_ids == agnostic.token_ids
+    assert aware.segments == (aware.token_ids,)
+    context, question = (tokenizer.decode(list(part)) for part in agnostic.segments)
+    assert context.endswith("Text.\n\n")
+    assert question.startswith("What?")
+    assert question.endswith("What? It is")
+
+
+def test_earlier_turns_are_segments_and_precede_the_question() -> None:
+    tokenizer = tiny_tokenizer()
+    turns = (Turn(user="Remember 42.", assistant="I do."), Turn(user="Wait.", assistant="I do."))
+    encoded = PromptEncoder(tokenizer).encode(replace(EXAMPLE, earlier_turns=turns), query_aware=False)
+    texts = [tokenizer.decode(list(part)) for part in encoded.segments]
+    assert len(texts) == 4
+    assert texts[0].endswith("I do.")
+    assert texts[1].endswith("Wait.</s><s>assistant I do.")
+    assert texts[2].endswith("Text.\n\n")
+    assert texts[3].startswith("What?")
+
+
+def test_an_example_may_refuse_the_chat_template() -> None:
+    example = replace(EXAMPLE, chat_template=False, answer_prefix="", gold="43")
+    encoder = PromptEncoder(tiny_tokenizer())
+    assert encoder.text(example) == "Text.\n\nWhat?"
+    # Nothing stands between the prompt and the answer that continues it.
+    assert len(encoder.encode(example).answer_ids) == len("43")
+
+
+def test_the_middle_is_cut_and_counted() -> None:
+    encoder = PromptEncoder(tiny_tokenizer())
+    assert encoder.cut_middle("abcdefghij", 10) == ("abcdefghij", 0)
+    assert encoder.cut_middle("abcdefghij", 5) == ("abij", 6)
+    assert encoder.cut_middle("abcdefghij", 1) == ("", 10)
