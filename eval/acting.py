@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from .cells import Cell
-from .engine import CacheUse
+from typing import Any
 
-__all__ = ["budget_binds", "why_not_acting"]
+from .cells import Cell
+from .engine import CacheBuilder, CacheUse, budget_rows
+
+__all__ = ["budget_binds", "equals_full", "why_not_acting"]
+
+
+def equals_full(cell: Cell, build: CacheBuilder, model: Any, longest_prompt_tokens: int) -> bool:
+    """Whether the cell's budget holds the longest of its prompts, so that nothing could be dropped.
+
+    What a policy refuses about the budget is left to the run, which records it.
+    """
+    if cell.policy == "full" or cell.budget is None:
+        return False
+    try:
+        allowed = budget_rows(cell, build(cell), model, longest_prompt_tokens)
+    except Exception:
+        return False
+    return allowed is not None and allowed >= longest_prompt_tokens
 
 
 def budget_binds(cell: Cell, allowed_rows: int | None, prompt_tokens: int) -> bool:

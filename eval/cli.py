@@ -32,6 +32,9 @@ def run(
     part: Annotated[
         str, typer.Option(help="I/N: every N-th example from the I-th; N processes fill one --out.")
     ] = "1/1",
+    allow_mixed: Annotated[
+        bool, typer.Option("--allow-mixed", help="Add to rows that ran with other versions or on other hardware.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cells and stop.")] = False,
 ) -> None:
     """Run a sweep, or continue one: rows that are done are not computed again."""
@@ -42,7 +45,7 @@ def run(
         chosen = _parse_part(part)
         if dry_run:
             _print_plan(config, limit)
-        elif _run(config, out or _default_folder(sweep), limit, chosen):
+        elif _run(config, out or _default_folder(sweep), limit, chosen, allow_mixed=allow_mixed):
             raise typer.Exit(1)
 
 
@@ -79,7 +82,7 @@ def pack(
         if not folder.is_dir():
             raise ConfigError(f"There is no folder {str(folder)!r}. Give the folder that `kvpolicy eval run` wrote.")
         from .packed import write_packed
-        from .records import RunDirectory
+        from .run_directory import RunDirectory
 
         directory = RunDirectory(folder)
         rows = directory.rows()
@@ -90,7 +93,7 @@ def pack(
 def _opened(source: Path) -> Any:
     """The run's folder or file, to be read."""
     from .packed import PackedRun
-    from .records import RunDirectory
+    from .run_directory import RunDirectory
 
     return RunDirectory(source) if source.is_dir() else PackedRun(source)
 
@@ -148,18 +151,20 @@ def _parse_part(text: str) -> tuple[int, int]:
     return index, count
 
 
-def _run(config: SweepConfig, out: Path, limit: int | None, part: tuple[int, int]) -> int:
+def _run(config: SweepConfig, out: Path, limit: int | None, part: tuple[int, int], *, allow_mixed: bool) -> int:
     """Load the model, run, and return how many rows failed."""
     import torch
 
     from .engine import EngineBuilder
-    from .records import RunDirectory
+    from .run_directory import RunDirectory
     from .runner import run_sweep
 
     torch.set_num_threads(config.threads)
     loaded = load_for_command(config.model.name, config.model.dtype, config.model.device)
-    directory, build = RunDirectory(out), EngineBuilder(loaded.model)
-    outcome = run_sweep(config, loaded, directory, build, limit=limit, part=part, say=typer.echo)
+    directory, build = RunDirectory(out, rank=part[0] - 1), EngineBuilder(loaded.model)
+    outcome = run_sweep(
+        config, loaded, directory, build, limit=limit, part=part, allow_mixed=allow_mixed, say=typer.echo
+    )
     typer.echo(f"{outcome.written} rows written, {outcome.skipped} done before, {outcome.failed} failed: {out}")
     return outcome.failed
 

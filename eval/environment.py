@@ -5,16 +5,24 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
+from ..attach import attached_backend
 from ..contract.canonical import sha256_of
+from ..errors import ConfigError
 from .model_loading import LoadedModel
 from .prompting import PromptEncoder
 from .records import SCHEMA_VERSION
 
-__all__ = ["identity", "oversubscription_warning", "package_versions"]
+__all__ = ["check_same", "describe", "identity", "oversubscription_warning", "package_versions"]
 
 _PACKAGES = ("hf-kvpolicy", "torch", "transformers", "datasets", "evaluate", "wonderwords")
+
+# Rows of one run must agree in these; others are recorded only.
+_REQUIRED = ("hf-kvpolicy", "torch", "transformers", "device", "hardware", "instructions", "threads", "backend")
 
 
 def package_versions() -> dict[str, str]:
@@ -26,6 +34,40 @@ def package_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = "absent"
     return found
+
+
+def describe(loaded: LoadedModel, *, threads: int, jobs: int) -> dict[str, Any]:
+    """Where this process runs; nothing that names the machine or the hour, so equal places have equal records."""
+    device = loaded.model.device
+    on_cuda = device.type == "cuda"
+    return {
+        **package_versions(),
+        "device": str(device),
+        "hardware": torch.cuda.get_device_name(device) if on_cuda else platform.machine(),
+        "instructions": "" if on_cuda else torch.backends.cpu.get_cpu_capability(),
+        "cores": _cores(),
+        "threads": threads,
+        "jobs": jobs,
+        "backend": attached_backend(loaded.model) or str(loaded.model.config._attn_implementation),
+        "batch": 1,
+    }
+
+
+def check_same(now: Mapping[str, Any], before: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse to continue a run in an environment that may give other numbers.
+
+    Raises:
+        ConfigError: a required key differs from that of rows already there.
+    """
+    for other in before:
+        changed = [
+            f"{key} {other.get(key)!r} -> {now.get(key)!r}" for key in _REQUIRED if other.get(key) != now.get(key)
+        ]
+        if changed:
+            raise ConfigError(
+                f"This folder holds rows that ran elsewhere: {', '.join(changed)}. Give another folder with --out, or "
+                "--allow-mixed to add rows that must not be compared in time, and may differ in the last digits."
+            )
 
 
 def identity(loaded: LoadedModel, encoder: PromptEncoder) -> dict[str, Any]:
@@ -61,10 +103,14 @@ def _weight_sample_sha256(model: Any) -> str:
 
 def oversubscription_warning(threads: int, jobs: int) -> str | None:
     """A sentence when more threads are declared than the machine has cores; timings then mean nothing."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = _cores()
     if threads * jobs <= cores:
         return None
     return (
         f"{jobs} jobs with {threads} threads each want {threads * jobs} cores; this machine has {cores}. "
         "Runs will be several times slower; lower `threads` or `jobs`."
     )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

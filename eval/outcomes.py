@@ -13,9 +13,13 @@ from ..errors import (
     UnsupportedModelError,
 )
 
-__all__ = ["DID_NOT_ACT", "OK", "Outcome", "outcome_of_error", "status_of_error"]
+__all__ = ["DID_NOT_ACT", "DONE", "EQUALS_FULL", "OK", "Outcome", "outcome_of_error", "status_of_error"]
 
 OK = "ok"
+# The budget holds the longest prompt of the cell: the policy is the full cache, so nothing is run.
+EQUALS_FULL = "equals full"
+# What need not be tried again.
+DONE = (OK, EQUALS_FULL)
 DID_NOT_ACT = "failed: policy did not act"
 
 

@@ -17,6 +17,7 @@ __all__ = ["PackedRun", "write_packed"]
 
 _PARTS: Mapping[str, type] = {"quality": QualityRecord, "cache": CacheRecord, "timing": TimingRecord}
 _ROW_COLUMNS = ("row_key", "status", "outcome", "reason")
+_SHARED = ("cell_key", "cell", "environment", "policy", "schema_version")
 
 
 class PackedRun:
@@ -54,7 +55,7 @@ def write_packed(run: Mapping[str, Any], rows: Iterable[Row], path: Path) -> Non
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         examples[str(row.example["id"])] = row.example
-        groups[canonical_json([row.cell_key, row.versions])].append(row)
+        groups[canonical_json([row.cell_key, row.environment])].append(row)
     lines = [json.dumps(_packed(group), sort_keys=True, ensure_ascii=False) for group in groups.values()]
     # One line a cell: small, and a difference between two files still shows which cell it is in.
     # The folder that the model lay in means nothing on another machine; its name and digests stay.
@@ -66,7 +67,7 @@ def write_packed(run: Mapping[str, Any], rows: Iterable[Row], path: Path) -> Non
 
 def _packed(group: list[Row]) -> dict[str, Any]:
     """The rows of one cell as columns; a part that a failed row lacks is null in each of its columns."""
-    shared = {name: getattr(group[0], name) for name in ("cell_key", "cell", "versions", "schema_version")}
+    shared = {name: getattr(group[0], name) for name in _SHARED}
     columns: dict[str, Any] = {name: [getattr(row, name) for row in group] for name in _ROW_COLUMNS}
     for part, kind in _PARTS.items():
         records = [getattr(row, part) for row in group]
@@ -77,7 +78,7 @@ def _packed(group: list[Row]) -> dict[str, Any]:
 
 
 def _unpacked(cell: Mapping[str, Any], examples: Mapping[str, Any]) -> Iterable[Row]:
-    shared = {name: cell[name] for name in ("cell_key", "cell", "versions", "schema_version")}
+    shared = {name: cell[name] for name in _SHARED}
     for index, example in enumerate(cell["example"]):
         row = {name: cell[name][index] for name in _ROW_COLUMNS}
         parts = {part: _record(cell[part], index) for part in _PARTS}

@@ -1,19 +1,17 @@
-"""What a run leaves on disk: one JSON line an example, appended as it is known, and `run.json`."""
+"""What is known of one example under one cell: one JSON line of a run."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..errors import ConfigError, IntegrityError
+from ..errors import IntegrityError
 
-__all__ = ["SCHEMA_VERSION", "CacheRecord", "QualityRecord", "Row", "RunDirectory", "TimingRecord"]
+__all__ = ["SCHEMA_VERSION", "CacheRecord", "QualityRecord", "Row", "TimingRecord"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,28 +64,34 @@ class TimingRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One example under one cell. A failed row has a reason and no quality."""
+    """One example under one cell. A failed row has a reason and no quality.
+
+    `environment` is the key of where it ran: versions, hardware and threads are kept once a run.
+    `policy` says what the cache that ran declares of itself: phase, owners, representation and the like.
+    """
 
     row_key: str
     cell_key: str
     cell: Mapping[str, Any]
     example: Mapping[str, Any]
     status: str
-    versions: Mapping[str, str]
+    environment: str
     outcome: str | None = None
     reason: str | None = None
     quality: QualityRecord | None = None
     cache: CacheRecord | None = None
     timing: TimingRecord | None = None
+    policy: Mapping[str, Any] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:
-        """One line of `rows.jsonl`, without the line end."""
-        return json.dumps(asdict(self), sort_keys=True, ensure_ascii=False)
+        """One line of a samples file, without the line end; the cell stands once beside it."""
+        values = {name: value for name, value in asdict(self).items() if name not in ("cell", "cell_key")}
+        return json.dumps(values, sort_keys=True, ensure_ascii=False)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Row:
-        """Rebuild a row from a parsed line.
+        """Rebuild a row from a parsed line and its cell.
 
         Raises:
             IntegrityError: the line was written by another schema version.
@@ -100,75 +104,3 @@ class Row:
         parts = {"quality": QualityRecord, "cache": CacheRecord, "timing": TimingRecord}
         nested = {name: part(**values[name]) for name, part in parts.items() if values[name] is not None}
         return cls(**{**values, **nested})
-
-
-class RunDirectory:
-    """The folder of one run. Opening it for a different model or prompt format is refused."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @property
-    def rows_path(self) -> Path:
-        """The JSON lines."""
-        return self.path / "rows.jsonl"
-
-    @property
-    def run_path(self) -> Path:
-        """Configuration, digests and versions of the run."""
-        return self.path / "run.json"
-
-    def begin(self, run: Mapping[str, Any]) -> None:
-        """Create the folder and `run.json`, or check that an existing one belongs to the same experiment.
-
-        Raises:
-            ConfigError: the folder holds results under another identity.
-        """
-        if self.run_path.is_file():
-            before = self.read_run()
-            if before.get("identity_sha256") != run["identity_sha256"]:
-                raise ConfigError(
-                    f"{self.path} holds a run with another model, tokenizer or prompt format; its rows "
-                    "cannot be continued. Give another folder with --out."
-                )
-        self.path.mkdir(parents=True, exist_ok=True)
-        staged = self.run_path.with_suffix(".json.part")
-        staged.write_text(json.dumps(run, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        staged.replace(self.run_path)
-        self._cut_torn_line()
-
-    def read_run(self) -> dict[str, Any]:
-        """The parsed `run.json`.
-
-        Raises:
-            ConfigError: the folder holds no run.
-        """
-        if not self.run_path.is_file():
-            raise ConfigError(f"{self.path} holds no run.json. Give the folder that `kvpolicy eval run` wrote.")
-        run: dict[str, Any] = json.loads(self.run_path.read_text(encoding="utf-8"))
-        return run
-
-    def append(self, row: Row) -> None:
-        """Write one row so that it survives an interrupt right after."""
-        with self.rows_path.open("a", encoding="utf-8") as stream:
-            stream.write(row.to_json() + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-
-    def rows(self) -> list[Row]:
-        """All rows, the last one of each key; an unfinished last line is left out."""
-        if not self.rows_path.is_file():
-            return []
-        complete = self.rows_path.read_text(encoding="utf-8").rpartition("\n")[0]
-        found = [Row.from_mapping(json.loads(line)) for line in complete.splitlines() if line]
-        return list({row.row_key: row for row in found}.values())
-
-    def _cut_torn_line(self) -> None:
-        """Drop what an interrupted write left without a line end, so that the next row starts a line."""
-        if self.rows_path.is_file():
-            content = self.rows_path.read_bytes()
-            whole_bytes = content.rfind(b"\n") + 1
-            # Otherwise the file is left alone: another part of the run may be adding to it.
-            if whole_bytes < len(content):
-                with self.rows_path.open("r+b") as stream:
-                    stream.truncate(whole_bytes)

@@ -185,15 +185,18 @@ def _mean(values: Mapping[str, float], ids: list[str]) -> str:
 
 def _header(run: Mapping[str, Any]) -> list[str]:
     identity = run["identity"]
-    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     template = identity["template_sha256"][:12] if identity["uses_chat_template"] else "none"
     lines = [
-        f"Model {identity['model']}, {identity['dtype']} on {run['device']}, chat template {template}.",
-        f"{run['threads']} threads, {run['jobs']} jobs. {versions}. Evidence: {run['evidence_class']}.",
+        f"Model {identity['model']}, {identity['dtype']}, chat template {template}. Evidence: {run['evidence_class']}.",
+        *(_place(environment) for environment in run["environments"].values()),
     ]
     for name, provenance in run["tasks"].items():
         lines.append(f"{name}: " + ", ".join(f"{key} {value}" for key, value in provenance.items()) + ".")
     return [line for text in lines for line in (text, "")]
+
+
+def _place(environment: Mapping[str, Any]) -> str:
+    return "Ran with " + ", ".join(f"{name} {value}" for name, value in sorted(environment.items())) + "."
 
 
 def _notes() -> list[str]:

@@ -1,4 +1,4 @@
-"""Runs a sweep: every cell, one row an example, written as it is known and never computed twice."""
+"""Runs a sweep: every example under every cell, one row each, written as it is known and never computed twice."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ import torch
 
 from ..contract.canonical import sha256_of
 from . import cells, environment, outcomes
+from .acting import equals_full
 from .cells import Cell, TaskPoint
 from .engine import CacheBuilder
 from .model_loading import LoadedModel
+from .progress import Progress
 from .prompting import EncodedPrompt, PromptEncoder
-from .records import Row, RunDirectory
+from .records import Row
+from .run_directory import RunDirectory
 from .sweep import SweepConfig
-from .tasks.base import Example, to_dataset
+from .tasks.base import Example, Task, to_dataset
 from .tasks.registry import make_task
 from .trial import run_trial
 
@@ -33,18 +36,36 @@ class RunOutcome:
     failed: int = 0
 
 
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _PlannedCell:
+    """One cell and how it goes. What the library refuses it refuses for every example of the cell."""
+
+    cell: Cell
+    key: str
+    longest_prompt_tokens: int
+    refused: bool = False
+    # Unknown until a cache is built for it.
+    equals_full: bool | None = None
+
+
 class _Session:
     """What stays the same for the whole run."""
 
-    def __init__(self, config: SweepConfig, loaded: LoadedModel, directory: RunDirectory) -> None:
-        self.config, self.loaded, self.directory = config, loaded, directory
+    def __init__(
+        self, config: SweepConfig, loaded: LoadedModel, directory: RunDirectory, build: CacheBuilder, mixed: bool
+    ) -> None:
+        self.config, self.loaded, self.directory, self.build = config, loaded, directory, build
         self.encoder = PromptEncoder(loaded.tokenizer)
         self.identity = environment.identity(loaded, self.encoder)
         self.identity_sha256 = sha256_of(self.identity)
-        self.versions = environment.package_versions()
+        place = environment.describe(loaded, threads=config.threads, jobs=config.jobs)
+        self.environment = sha256_of(place)[:12]
+        if not mixed:
+            environment.check_same(place, directory.environments().values())
         directory.begin(self._run_record())
+        directory.add_environment(self.environment, place)
         # A failed row is tried again: what failed may have been repaired.
-        self.done = {row.row_key for row in directory.rows() if row.status == outcomes.OK}
+        self.done = {row.row_key for row in directory.rows() if row.status in outcomes.DONE}
 
     def _run_record(self) -> dict[str, Any]:
         return {
@@ -53,11 +74,7 @@ class _Session:
             "identity": self.identity,
             "identity_sha256": self.identity_sha256,
             "model_source": self.loaded.source,
-            "device": str(self.loaded.model.device),
             "tasks": {task.name: dict(make_task(task.name, task.params).provenance) for task in self.config.tasks},
-            "versions": self.versions,
-            "threads": torch.get_num_threads(),
-            "jobs": self.config.jobs,
             "evidence_class": "locally measured",
             "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         }
@@ -71,6 +88,7 @@ def run_sweep(
     *,
     limit: int | None = None,
     part: tuple[int, int] = (1, 1),
+    allow_mixed: bool = False,
     say: Callable[[str], None] = print,
 ) -> RunOutcome:
     """Run what is not done yet of a sweep.
@@ -81,25 +99,37 @@ def run_sweep(
         directory: where rows go; rows found there are not computed again.
         build_cache: builds a fresh cache for every example.
         limit: at most so many examples per cell; None for all.
-        part: (i, n) runs the i-th of n equal parts of every cell's examples, i from 1; n processes share a directory.
-        say: receives one line a cell and warnings.
+        part: (i, n) runs the i-th of n equal parts of every cell's examples, i from 1; n processes share a folder.
+        allow_mixed: add to rows that ran with other versions or on other hardware.
+        say: receives one line an example, and warnings.
+
+    Raises:
+        ConfigError: the folder belongs to another model, or its rows ran elsewhere.
     """
     torch.set_num_threads(config.threads)
     warning = environment.oversubscription_warning(config.threads, config.jobs)
     if warning:
         say(f"warning: {warning}")
-    session, outcome = _Session(config, loaded, directory), RunOutcome()
-    chosen = slice(part[0] - 1, limit, part[1])
-    for point in cells.task_points(config):
+    session, outcome = _Session(config, loaded, directory, build_cache, allow_mixed), RunOutcome()
+    points = list(cells.task_points(config))
+    progress = Progress(say, [_examples_here(point, limit, part) for point in points])
+    first_order = 0
+    for index, point in enumerate(points):
         task = make_task(point.task.name, point.task.params)
         examples = task.examples(point.request, session.encoder)
         _save_examples(session, point, examples)
-        for cell in cells.cells_at(config, point):
-            say(
-                f"{cell.task} {cell.length_tokens} tokens, {cell.label}: "
-                f"{_run_cell(session, cell, task.metric, examples[chosen], build_cache, outcome)}"
-            )
+        planned = _plan(session, point, examples, first_order)
+        first_order += len(planned)
+        progress.begin(index, f"{point.task.name} {point.request.length_tokens} tokens")
+        for number in range(len(examples))[slice(part[0] - 1, limit, part[1])]:
+            _run_example(session, planned, task, number, examples[number], outcome, progress)
+            progress.example_done()
+        progress.end()
     return outcome
+
+
+def _examples_here(point: TaskPoint, limit: int | None, part: tuple[int, int]) -> int:
+    return len(range(point.request.num_examples)[slice(part[0] - 1, limit, part[1])])
 
 
 def _save_examples(session: _Session, point: TaskPoint, examples: list[Example]) -> None:
@@ -110,54 +140,63 @@ def _save_examples(session: _Session, point: TaskPoint, examples: list[Example])
     to_dataset(examples).to_pandas().to_json(folder / name, orient="records", lines=True)
 
 
-def _run_cell(
+def _plan(session: _Session, point: TaskPoint, examples: list[Example], first_order: int) -> list[_PlannedCell]:
+    """The cells of a task point, in order."""
+    longest = max(len(session.encoder.encode(example).token_ids) for example in examples)
+    planned = []
+    for order, cell in enumerate(cells.cells_at(session.config, point), first_order):
+        entry = _PlannedCell(cell=cell, key=cell.key(session.identity_sha256), longest_prompt_tokens=longest)
+        session.directory.open_cell(cell, entry.key, order)
+        planned.append(entry)
+    return planned
+
+
+def _run_example(
     session: _Session,
-    cell: Cell,
-    metric: str,
-    examples: list[Example],
-    build_cache: CacheBuilder,
+    planned: list[_PlannedCell],
+    task: Task,
+    number: int,
+    example: Example,
     outcome: RunOutcome,
-) -> str:
-    """Run the missing examples of one cell and return a short account of it."""
-    cell_key, scores = cell.key(session.identity_sha256), []
-    for example in examples:
-        encoded = session.encoder.encode(example, query_aware=cell.query_aware)
-        row_key = sha256_of([cell_key, example.example_id])[:16]
+    progress: Progress,
+) -> None:
+    """Run one example under every cell that has not seen it."""
+    for entry in planned:
+        row_key = sha256_of([entry.key, example.example_id])[:16]
         if row_key in session.done:
             outcome.skipped += 1
             continue
-        row = _row(session, cell, metric, cell_key, row_key, example, encoded, build_cache)
+        if entry.refused:
+            continue
+        row = _row(session, entry, task, number, example, row_key)
         session.directory.append(row)
         outcome.written += 1
-        if row.status != outcomes.OK:
+        if row.status not in outcomes.DONE:
             outcome.failed += 1
-            # What the library refuses it refuses for every example of the cell.
-            return f"{row.status} ({row.reason})"
-        if row.quality is not None:
-            scores.append(row.quality.score)
-    return f"score {sum(scores) / len(scores):.2f} on {len(scores)} new" if scores else "done before"
+            entry.refused = True
+            progress.failed(entry.cell.label, f"{row.status} ({row.reason})")
+        elif row.quality is not None:
+            progress.scored(entry.cell.label, row.quality.score)
 
 
-def _row(
-    session: _Session,
-    cell: Cell,
-    metric: str,
-    cell_key: str,
-    row_key: str,
-    example: Example,
-    encoded: EncodedPrompt,
-    build_cache: CacheBuilder,
-) -> Row:
+def _row(session: _Session, entry: _PlannedCell, task: Task, number: int, example: Example, row_key: str) -> Row:
+    cell = entry.cell
+    encoded = session.encoder.encode(example, query_aware=cell.query_aware)
     blank = Row(
         row_key=row_key,
-        cell_key=cell_key,
+        cell_key=entry.key,
         cell=cell.coordinates(),
-        example={**_example_record(example, encoded), "metric": metric},
+        example={**_example_record(example, encoded), "index": number, "metric": task.metric},
         status=outcomes.OK,
-        versions=session.versions,
+        environment=session.environment,
     )
+    if entry.equals_full is None:
+        entry.equals_full = equals_full(cell, session.build, session.loaded.model, entry.longest_prompt_tokens)
+    if entry.equals_full:
+        return dataclasses.replace(blank, status=outcomes.EQUALS_FULL)
     try:
-        trial = run_trial(session.loaded, cell, example, encoded, lambda: build_cache(cell), metric=metric)
+        cache = session.build(cell)
+        trial = run_trial(session.loaded, cell, example, encoded, cache, metric=task.metric)
     except Exception as error:  # a failing cell is a result, and the sweep goes on
         return dataclasses.replace(
             blank,
@@ -183,6 +222,7 @@ def _example_record(example: Example, encoded: EncodedPrompt) -> dict[str, Any]:
         "answers": list(example.answers),
         "prompt_tokens": len(encoded.token_ids),
         "prompt_sha256": encoded.sha256,
+        "segments": len(encoded.segment_ends),
         "truncated": example.dropped_tokens > 0,
         "dropped_tokens": example.dropped_tokens,
     }

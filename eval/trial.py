@@ -35,11 +35,11 @@ def run_trial(
     cell: Cell,
     example: Example,
     encoded: EncodedPrompt,
-    build_cache: Callable[[], Any],
+    cache: Any,
     *,
     metric: str,
 ) -> Trial:
-    """Run one example with a fresh cache; `metric` names how its answer is scored.
+    """Run one example with a fresh `cache`; `metric` names how its answer is scored.
 
     Raises:
         ConfigError: the prompt is longer than the model's positions.
@@ -47,7 +47,7 @@ def run_trial(
     """
     model = loaded.model
     _check_fits(model, len(encoded.token_ids) + cell.max_new_tokens)
-    prefilled = generation.prefill(model, encoded.segments, build_cache())
+    prefilled = generation.prefill(model, encoded.segments, cache)
     after_prompt = engine.measure(prefilled.cache)
     answer = generation.score_answer(model, generation.fork(prefilled), encoded.answer_ids)
     stop_ids = generation.end_of_text_ids(model, loaded.tokenizer)

@@ -119,9 +119,15 @@ def made_row(
         "row_key": f"{policy}-{budget}-{index}",
         "cell_key": f"{policy}-{budget}",
         "cell": cell.coordinates(),
-        "example": {"id": f"example-{index}", "answers": [answer], "prompt_tokens": 500, "depth_ratio": 0.5},
+        "example": {
+            "id": f"example-{index}",
+            "index": index,
+            "answers": [answer],
+            "prompt_tokens": 500,
+            "depth_ratio": 0.5,
+        },
         "status": "ok",
-        "versions": {},
+        "environment": "place",
         "quality": QualityRecord(
             score=float(answer in output),
             answer_nll=0.1 if answer in output else 3.0 + index / 10,

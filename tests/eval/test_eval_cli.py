@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from eval_fakes import tiny_loaded
 from typer.testing import CliRunner
 
 from hf_kvpolicy.eval.cli import app
+from hf_kvpolicy.eval.run_directory import RunDirectory
 
 pytest.importorskip("evaluate")
 pytest.importorskip("matplotlib")
@@ -50,14 +50,15 @@ def test_run_then_resume_then_report(sweep: Path, model_folder: Path, tmp_path: 
     out = tmp_path / "out"
     code, text = invoke("run", sweep, "--model", model_folder, "--out", out, "--limit", 2)
     assert code == 0, text
-    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    rows = RunDirectory(out).rows()
     assert len(rows) == 2 * (1 + 4 * 2)  # full; random, streaming_llm, snapkv twice, at two budgets
     for row in rows:
-        cell, cache, prompt = row["cell"], row["cache"], row["example"]["prompt_tokens"]
+        cell, cache, prompt = row.cell, row.cache, row.example["prompt_tokens"]
         expected = {None: prompt, 48: 48, 0.5: prompt // 2}[cell["budget"]]
-        assert cache["prompt_rows_mean"] == expected
-        assert cache["measured_bytes"] >= cache["payload_bytes"] > 0
-        assert cache["budget_binds"] is (cell["policy"] != "full")
+        assert cache is not None
+        assert cache.prompt_rows_mean == expected
+        assert cache.measured_bytes >= cache.payload_bytes > 0
+        assert cache.budget_binds is (cell["policy"] != "full")
 
     code, text = invoke("run", sweep, "--model", model_folder, "--out", out)
     assert "18 rows written, 18 done before, 0 failed" in text

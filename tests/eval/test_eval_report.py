@@ -13,9 +13,11 @@ pytest.importorskip("matplotlib")
 from eval_fakes import made_row
 
 from hf_kvpolicy.errors import ConfigError, IntegrityError
+from hf_kvpolicy.eval.cells import Cell
 from hf_kvpolicy.eval.outcomes import Outcome
-from hf_kvpolicy.eval.records import Row, RunDirectory
+from hf_kvpolicy.eval.records import Row
 from hf_kvpolicy.eval.report import COLUMNS, table_cells, write_report
+from hf_kvpolicy.eval.run_directory import RunDirectory
 from hf_kvpolicy.eval.summary import summarise
 from hf_kvpolicy.eval.terminal import print_tables
 
@@ -27,10 +29,7 @@ RUN: dict[str, Any] = {
         "uses_chat_template": True,
     },
     "identity_sha256": "x",
-    "device": "cpu",
-    "threads": 1,
-    "jobs": 1,
-    "versions": {"torch": "2"},
+    "environments": {"place": {"device": "cpu", "threads": 1, "torch": "2"}},
     "evidence_class": "locally measured",
     "tasks": {"needle_single_noise": {"haystack": "noise"}},
 }
@@ -42,8 +41,11 @@ def full(count: int = 8, output: str = "7") -> list[Row]:
 
 def folder_with(rows: list[Row], path: Path) -> RunDirectory:
     directory = RunDirectory(path)
-    directory.begin(RUN)
-    for row in rows:
+    directory.begin({name: value for name, value in RUN.items() if name != "environments"})
+    for key, place in RUN["environments"].items():
+        directory.add_environment(key, place)
+    for order, row in enumerate(rows):
+        directory.open_cell(Cell(**row.cell), row.cell_key, order)
         directory.append(row)
     return directory
 
@@ -113,7 +115,7 @@ def _mapping(row: Row) -> dict[str, Any]:
     import json
 
     found: dict[str, Any] = json.loads(row.to_json())
-    return found
+    return {**found, "cell": row.cell, "cell_key": row.cell_key}
 
 
 def test_rows_survive_the_trip_to_disk(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from hf_kvpolicy.errors import BackendAdmissionError, ConfigError
 from hf_kvpolicy.eval.cells import Cell
 from hf_kvpolicy.eval.environment import oversubscription_warning
 from hf_kvpolicy.eval.model_loading import LoadedModel
-from hf_kvpolicy.eval.records import Row, RunDirectory
+from hf_kvpolicy.eval.records import Row
+from hf_kvpolicy.eval.run_directory import RunDirectory
 from hf_kvpolicy.eval.runner import RunOutcome, run_sweep
 from hf_kvpolicy.eval.sweep import SweepConfig, parse_sweep
 
@@ -71,10 +72,12 @@ def test_every_row_has_score_nll_rows_and_bytes(loaded: LoadedModel, tmp_path: P
 
 def test_the_run_record_names_model_texts_and_versions(loaded: LoadedModel, tmp_path: Path) -> None:
     run(loaded, tmp_path)
-    record = json.loads((tmp_path / "run.json").read_text())
+    record = RunDirectory(tmp_path).read_run()
     assert record["identity"]["uses_chat_template"] is True
     assert record["tasks"]["needle_single_noise"]["haystack"] == "noise"
-    assert record["versions"]["torch"] == torch.__version__
+    (place,) = record["environments"].values()
+    assert place["torch"] == torch.__version__
+    assert {row.environment for row in RunDirectory(tmp_path).rows()} == set(record["environments"])
     assert (tmp_path / "examples" / "needle_single_noise-600-0.jsonl").is_file()
 
 
@@ -103,9 +106,11 @@ def test_a_policy_that_grows_past_its_budget_while_decoding_fails(loaded: Loaded
 
 
 def test_a_budget_larger_than_the_prompt_is_no_failure(loaded: LoadedModel, tmp_path: Path) -> None:
-    _, rows = run(loaded, tmp_path, budgets=[5000])
-    assert {row.status for row in rows} == {"ok"}
-    assert all(row.cache is not None and not row.cache.budget_binds for row in rows)
+    outcome, rows = run(loaded, tmp_path, budgets=[5000])
+    assert outcome == RunOutcome(written=6, skipped=0, failed=0)
+    assert {row.status for row in rows_of(rows, "full")} == {"ok"}
+    assert {row.status for row in rows_of(rows, "snapkv")} == {"equals full"}
+    assert all(row.quality is None for row in rows_of(rows, "snapkv")), "it was not run"
 
 
 @pytest.mark.parametrize(
@@ -145,8 +150,8 @@ def test_a_second_run_computes_nothing(loaded: LoadedModel, tmp_path: Path) -> N
 
 def test_a_torn_line_is_dropped_and_its_row_computed_again(loaded: LoadedModel, tmp_path: Path) -> None:
     _, first = run(loaded, tmp_path)
-    lines = (tmp_path / "rows.jsonl").read_bytes()
-    (tmp_path / "rows.jsonl").write_bytes(lines[:-40])
+    samples = next(tmp_path.glob("cells/*snapkv*/samples.0.jsonl"))
+    samples.write_bytes(samples.read_bytes()[:-40])
     assert len(RunDirectory(tmp_path).rows()) == 5
     outcome, second = run(loaded, tmp_path)
     assert outcome == RunOutcome(written=1, skipped=5, failed=0)
@@ -175,3 +180,50 @@ def test_a_folder_of_another_model_is_refused(loaded: LoadedModel, tmp_path: Pat
 def test_more_threads_than_cores_are_warned_about() -> None:
     assert oversubscription_warning(1, 1) is None
     assert "Runs will be several times slower" in str(oversubscription_warning(64, 64))
+
+
+def test_a_worker_writes_its_own_file_and_sees_what_others_did(loaded: LoadedModel, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    _, expected = run(loaded, whole)
+    for rank in (1, 0):
+        directory = RunDirectory(parts, rank=rank)
+        run_sweep(config(), loaded, directory, fake_builder, part=(rank + 1, 2), say=lambda line: None)
+    rows = RunDirectory(parts).rows()
+    assert [row.row_key for row in rows] == [row.row_key for row in expected]
+    assert [row.quality for row in rows] == [row.quality for row in expected]
+    assert {path.name for path in parts.glob("cells/*/samples.*")} == {"samples.0.jsonl", "samples.1.jsonl"}
+    assert run(loaded, parts)[0] == RunOutcome(written=0, skipped=6, failed=0)
+
+
+def test_a_good_row_of_one_worker_stands_before_a_failed_one_of_another(loaded: LoadedModel, tmp_path: Path) -> None:
+    run(loaded, tmp_path)
+    for samples in tmp_path.glob("cells/*/samples.0.jsonl"):
+        line = json.loads(samples.read_text().splitlines()[0])
+        failed = {**line, "status": "failed: x", "quality": None}
+        (samples.parent / "samples.1.jsonl").write_text(json.dumps(failed) + "\n")
+    assert {row.status for row in RunDirectory(tmp_path).rows()} == {"ok"}
+
+
+def test_rows_of_another_environment_are_not_mixed_unless_asked(loaded: LoadedModel, tmp_path: Path) -> None:
+    run(loaded, tmp_path, limit=1)
+    (place,) = (tmp_path / "environments").iterdir()
+    place.write_text(json.dumps({**json.loads(place.read_text()), "torch": "1.0"}))
+    with pytest.raises(ConfigError, match=r"torch '1.0' ->.*--allow-mixed"):
+        run(loaded, tmp_path)
+    outcome = run_sweep(config(), loaded, RunDirectory(tmp_path), fake_builder, allow_mixed=True, say=lambda line: None)
+    assert (outcome.written, outcome.skipped) == (3, 3)
+
+
+def test_progress_is_a_line_an_example_and_one_a_cell(loaded: LoadedModel, tmp_path: Path) -> None:
+    said: list[str] = []
+    run_sweep(config(), loaded, RunDirectory(tmp_path), fake_builder, say=said.append)
+    assert [line.partition(", about")[0] for line in said[:2]] == [
+        "needle_single_noise 600 tokens: example 1 of 2",
+        "needle_single_noise 600 tokens: example 2 of 2",
+    ]
+    assert said[1].endswith("about 0 s left")
+    assert {line.rpartition(":")[0] for line in said[2:]} == {
+        "needle_single_noise 600 tokens, full",
+        "needle_single_noise 600 tokens, snapkv @ 64",
+        "needle_single_noise 600 tokens, random @ 64",
+    }

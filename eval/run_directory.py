@@ -1,0 +1,140 @@
+"""A run on disk: who ran what where, one folder a cell, and one file of samples a worker.
+
+    run.json                          the sweep, the model's identity, what texts came from
+    environments/KEY.json             where rows ran: versions, hardware, threads
+    examples/TASK-LENGTH-SEED.jsonl   what was asked
+    cells/LABEL--KEY/cell.json        what was requested of a cell
+    cells/LABEL--KEY/samples.R.jsonl  rows of worker R, appended as they are known
+
+A worker writes no file but its own samples, so that any number of them may work and die at once: what an interrupt
+leaves is at most one torn last line of each, which its next start cuts off.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from .cells import Cell
+from .outcomes import DONE
+from .records import SCHEMA_VERSION, Row
+
+__all__ = ["RunDirectory", "write_atomically"]
+
+
+class RunDirectory:
+    """The folder of one run, as worker `rank` sees it. Opening it for another model or prompt format is refused."""
+
+    def __init__(self, path: Path, *, rank: int = 0) -> None:
+        self.path, self.rank = path, rank
+        self._folders: dict[str, Path] = {}
+
+    @property
+    def run_path(self) -> Path:
+        """Configuration and digests of the run."""
+        return self.path / "run.json"
+
+    def begin(self, run: Mapping[str, Any]) -> None:
+        """Create the folder and `run.json`, or check that an existing one belongs to the same experiment.
+
+        Raises:
+            ConfigError: the folder holds results under another identity.
+        """
+        if self.run_path.is_file() and self.read_run().get("identity_sha256") != run["identity_sha256"]:
+            raise ConfigError(
+                f"{self.path} holds a run with another model, tokenizer or prompt format; its rows "
+                "cannot be continued. Give another folder with --out."
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.run_path, json.dumps(run, indent=1, sort_keys=True) + "\n")
+        for samples in self._samples(f"samples.{self.rank}.jsonl"):
+            _cut_torn_line(samples)
+
+    def read_run(self) -> dict[str, Any]:
+        """The parsed `run.json`, with every environment by its key.
+
+        Raises:
+            ConfigError: the folder holds no run.
+        """
+        if not self.run_path.is_file():
+            raise ConfigError(f"{self.path} holds no run.json. Give the folder that `kvpolicy eval run` wrote.")
+        run: dict[str, Any] = json.loads(self.run_path.read_text(encoding="utf-8"))
+        return {**run, "environments": self.environments()}
+
+    def environments(self) -> dict[str, Any]:
+        """Where rows of this run ran, by key."""
+        files = sorted((self.path / "environments").glob("*.json"))
+        return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
+
+    def add_environment(self, key: str, environment: Mapping[str, Any]) -> None:
+        """Note where this worker runs."""
+        folder = self.path / "environments"
+        folder.mkdir(exist_ok=True)
+        write_atomically(folder / f"{key}.json", json.dumps(environment, indent=1, sort_keys=True) + "\n")
+
+    def open_cell(self, cell: Cell, cell_key: str, order: int) -> None:
+        """Make the folder of a cell; `order` is its place in the sweep."""
+        folder = self.path / "cells" / f"{_readable(cell)}--{cell_key}"
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {
+            "cell_key": cell_key,
+            "coordinates": cell.coordinates(),
+            "order": order,
+            "schema_version": SCHEMA_VERSION,
+        }
+        text = json.dumps(content, indent=1, sort_keys=True) + "\n"
+        if not (folder / "cell.json").is_file() or (folder / "cell.json").read_text(encoding="utf-8") != text:
+            write_atomically(folder / "cell.json", text)
+        self._folders[cell_key] = folder
+
+    def append(self, row: Row) -> None:
+        """Write one row of an opened cell so that it survives an interrupt right after."""
+        samples = self._folders[row.cell_key] / f"samples.{self.rank}.jsonl"
+        with samples.open("a", encoding="utf-8") as stream:
+            stream.write(row.to_json() + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def rows(self) -> list[Row]:
+        """All rows of all workers, one a key: a good one before a failed one, then the newest; torn lines left out."""
+        found: dict[str, Row] = {}
+        orders: dict[str, int] = {}
+        for samples in self._samples("samples.*.jsonl"):
+            cell = json.loads((samples.parent / "cell.json").read_text(encoding="utf-8"))
+            shared = {"cell": cell["coordinates"], "cell_key": cell["cell_key"]}
+            orders[cell["cell_key"]] = cell["order"]
+            complete = samples.read_text(encoding="utf-8").rpartition("\n")[0]
+            for line in filter(None, complete.splitlines()):
+                row = Row.from_mapping({**json.loads(line), **shared})
+                before = found.get(row.row_key)
+                if before is None or row.status in DONE or before.status not in DONE:
+                    found[row.row_key] = row
+        return sorted(found.values(), key=lambda row: (orders[row.cell_key], row.example["index"]))
+
+    def _samples(self, pattern: str) -> list[Path]:
+        return sorted((self.path / "cells").glob(f"*/{pattern}"))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file as a whole: a reader sees the old text or the new one, whenever the writer dies."""
+    staged = path.with_suffix(f"{path.suffix}.{os.getpid()}.part")
+    staged.write_text(text, encoding="utf-8")
+    staged.replace(path)
+
+
+def _readable(cell: Cell) -> str:
+    return re.sub(r"[^A-Za-z0-9.=_-]+", "_", f"{cell.task}-{cell.length_tokens}-{cell.label}")[:100]
+
+
+def _cut_torn_line(samples: Path) -> None:
+    """Drop what an interrupted write left without a line end, so that the next row starts a line."""
+    content = samples.read_bytes()
+    whole_bytes = content.rfind(b"\n") + 1
+    if whole_bytes < len(content):
+        with samples.open("r+b") as stream:
+            stream.truncate(whole_bytes)
