@@ -52,7 +52,8 @@ def why_not_acting(
     # The reference variants of a schedule do not conserve the total; they report what they use.
     if allowed_rows is None or cell.options.get("variant") == "reference":
         return None
-    if after_prompt.rows_mean > allowed_rows:
+    # A question that follows a compressed text may be appended to it whole.
+    if after_prompt.rows_mean - after_prompt.tail_rows_mean > allowed_rows:
         return f"{after_prompt.rows_mean:.1f} rows a head are stored where the budget allows {allowed_rows}"
     selected = at_end.rows_mean - at_end.tail_rows_mean
     if selected > allowed_rows:

@@ -12,6 +12,7 @@ import yaml
 from ..errors import ConfigError, did_you_mean
 
 __all__ = [
+    "boolean",
     "check_keys",
     "integer",
     "integers",
@@ -121,6 +122,13 @@ def integer(value: Any, *, where: str, minimum: int) -> int:
     """An int of at least `minimum`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ConfigError(f"{where} must be a whole number of at least {minimum}; got {value!r}.")
+    return value
+
+
+def boolean(value: Any, *, where: str) -> bool:
+    """True or false, and nothing that only looks like it."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where} must be true or false; got {value!r}.")
     return value
 
 

@@ -10,6 +10,7 @@ import copy
 import inspect
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,11 +33,16 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefilled:
-    """A cache that holds a prompt, and the logits `[V]` that follow it."""
+    """A cache that holds a prompt, and the logits `[V]` that follow it.
+
+    `selection_s` is the part of `seconds` in which a prompt that was run before was published into the cache: scores,
+    selection and packing. None where the cache ran the prompt itself.
+    """
 
     cache: Any
     next_logits: torch.Tensor
     seconds: float
+    selection_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +65,20 @@ class AnswerScore:
 
 
 @torch.no_grad()
-def prefill(model: Any, segments: Iterable[Sequence[int]], cache: Any) -> Prefilled:
-    """Feed a prompt, one forward a segment; a cache may select after each."""
-    started = _now(model)
-    for token_ids in segments:
-        logits = _forward(model, token_ids, cache)
+def prefill(
+    model: Any, segments: Iterable[Sequence[int]], cache: Any, *, next_logits: torch.Tensor | None = None
+) -> Prefilled:
+    """Feed a prompt, one forward a segment; a cache may select after each.
+
+    `next_logits` [V] follow what the cache holds already, for a prompt that has no segment left.
+    """
+    started, logits = _now(model), next_logits
+    with warnings.catch_warnings():
+        # Here it is no mistake: a cache is to select before it has seen the question.
+        warnings.filterwarnings("ignore", message=".*two prompt segments follow one another")
+        for token_ids in segments:
+            logits = _forward(model, token_ids, cache)
+    assert logits is not None, "a prompt has a segment"
     if hasattr(cache, "finish_prefill"):
         cache.finish_prefill()  # a cache that waits for more chunks is told that there are none
     return Prefilled(cache=cache, next_logits=logits, seconds=_now(model) - started)

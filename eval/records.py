@@ -56,10 +56,15 @@ class CacheRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingRecord:
-    """Wall-clock of the prefill and of one decode step; on a shared machine an indication only."""
+    """Wall-clock of the prefill and of one decode step; on a shared machine an indication only.
+
+    `selection_s` is what it took to publish a prompt that was run once for many caches; `prefill_s` then counts that
+    run too. None where the cache ran the prompt itself.
+    """
 
     prefill_s: float
     decode_ms_per_token: float
+    selection_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from ..contract.canonical import sha256_of
 from . import cells, environment, outcomes
 from .acting import equals_full
 from .cells import Cell, TaskPoint
+from .dense_prompts import DensePrompts
 from .engine import CacheBuilder
 from .model_loading import LoadedModel
 from .progress import Progress
@@ -161,6 +162,7 @@ def _run_example(
     progress: Progress,
 ) -> None:
     """Run one example under every cell that has not seen it."""
+    dense = DensePrompts(session.loaded.model, share=session.config.share_prefill)
     for entry in planned:
         row_key = sha256_of([entry.key, example.example_id])[:16]
         if row_key in session.done:
@@ -168,7 +170,7 @@ def _run_example(
             continue
         if entry.refused:
             continue
-        row = _row(session, entry, task, number, example, row_key)
+        row = _row(session, entry, task, number, example, row_key, dense)
         session.directory.append(row)
         outcome.written += 1
         if row.status not in outcomes.DONE:
@@ -179,7 +181,15 @@ def _run_example(
             progress.scored(entry.cell.label, row.quality.score)
 
 
-def _row(session: _Session, entry: _PlannedCell, task: Task, number: int, example: Example, row_key: str) -> Row:
+def _row(
+    session: _Session,
+    entry: _PlannedCell,
+    task: Task,
+    number: int,
+    example: Example,
+    row_key: str,
+    dense: DensePrompts,
+) -> Row:
     cell = entry.cell
     encoded = session.encoder.encode(example, query_aware=cell.query_aware)
     blank = Row(
@@ -196,7 +206,7 @@ def _row(session: _Session, entry: _PlannedCell, task: Task, number: int, exampl
         return dataclasses.replace(blank, status=outcomes.EQUALS_FULL)
     try:
         cache = session.build(cell)
-        trial = run_trial(session.loaded, cell, example, encoded, cache, metric=task.metric)
+        trial = run_trial(session.loaded, cell, example, encoded, cache, metric=task.metric, dense=dense)
     except Exception as error:  # a failing cell is a result, and the sweep goes on
         return dataclasses.replace(
             blank,

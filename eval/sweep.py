@@ -37,6 +37,7 @@ _SWEEP_KEYS = (
     "threads",
     "jobs",
     "include_random",
+    "share_prefill",
 )
 
 
@@ -85,6 +86,7 @@ class SweepConfig:
     query_aware: tuple[bool, ...]
     threads: int
     jobs: int
+    share_prefill: bool
     document: Mapping[str, Any]
 
 
@@ -138,11 +140,16 @@ def parse_sweep(document: Mapping[str, Any]) -> SweepConfig:
     return SweepConfig(
         model=_model(document["model"]),
         tasks=tuple(_task(item, i, document) for i, item in enumerate(fields.items(document, "tasks"))),
-        policies=_with_baselines(policies, budgets, include_random=document.get("include_random", True)),
+        policies=_with_baselines(
+            policies,
+            budgets,
+            include_random=fields.boolean(document.get("include_random", True), where="include_random"),
+        ),
         seeds=tuple(fields.integers(document.get("seeds", [0]), where="seeds", minimum=0)),
         query_aware=_query_aware(document.get("query_aware", True)),
         threads=fields.integer(document.get("threads", 1), where="threads", minimum=1),
         jobs=fields.integer(document.get("jobs", 1), where="jobs", minimum=1),
+        share_prefill=fields.boolean(document.get("share_prefill", True), where="share_prefill"),
         document=dict(document),
     )
 

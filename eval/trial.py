@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import ConfigError
 from . import acting, engine, generation
 from .cells import Cell
+from .dense_prompts import DensePrompts
 from .engine import CacheUse
 from .generation import AnswerScore, Generated
 from .metrics.registry import score_answer
@@ -38,8 +39,9 @@ def run_trial(
     cache: Any,
     *,
     metric: str,
+    dense: DensePrompts,
 ) -> Trial:
-    """Run one example with a fresh `cache`; `metric` names how its answer is scored.
+    """Run one example with a fresh `cache`; `metric` names how its answer is scored, `dense` runs its prompt.
 
     Raises:
         ConfigError: the prompt is longer than the model's positions.
@@ -47,7 +49,7 @@ def run_trial(
     """
     model = loaded.model
     _check_fits(model, len(encoded.token_ids) + cell.max_new_tokens)
-    prefilled = generation.prefill(model, encoded.segments, cache)
+    prefilled = dense.prefill(encoded, cache)
     after_prompt = engine.measure(prefilled.cache)
     answer = generation.score_answer(model, generation.fork(prefilled), encoded.answer_ids)
     stop_ids = generation.end_of_text_ids(model, loaded.tokenizer)
@@ -73,7 +75,11 @@ def run_trial(
             allowed_rows=allowed,
             binds=acting.budget_binds(cell, allowed, prompt_tokens),
         ),
-        timing=TimingRecord(prefill_s=prefilled.seconds, decode_ms_per_token=generated.ms_per_forward),
+        timing=TimingRecord(
+            prefill_s=prefilled.seconds,
+            decode_ms_per_token=generated.ms_per_forward,
+            selection_s=prefilled.selection_s,
+        ),
         did_not_act=acting.why_not_acting(cell, allowed, prompt_tokens, after_prompt, at_end),
     )
 

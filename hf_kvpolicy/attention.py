@@ -51,4 +51,6 @@ def _attention(
             f"Layer {layer} attends with keys that are not the ones the policy cache returned for layer {step.layer}. "
             "The model changes keys after the cache, or shares them across layers; this family is not supported."
         )
-    return step.run.attend(backend, module, query, step, attention_mask, kwargs), None
+    output = step.run.attend(backend, module, query, step, attention_mask, kwargs)
+    assert output is not None, "a backend was named"
+    return output, None

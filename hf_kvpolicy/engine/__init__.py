@@ -4,6 +4,7 @@ from .composition import Composition, Schedule
 from .plan import MAX_ROLLBACK_TOKENS
 from .published import RunStatistics
 from .runtime import Runtime
+from .shared_evidence import SharedEvidence, sharing
 from .snapshot import Frontier, OpenSegment, Snapshot
 
 __all__ = [
@@ -14,5 +15,7 @@ __all__ = [
     "RunStatistics",
     "Runtime",
     "Schedule",
+    "SharedEvidence",
     "Snapshot",
+    "sharing",
 ]

@@ -27,6 +27,7 @@ from .evidence_blocks import (
     query_clock,
     workspace_bytes,
 )
+from .shared_evidence import evidence_once
 from .visibility import Visibility
 
 if TYPE_CHECKING:
@@ -125,6 +126,14 @@ class Carry:
         attended = self._attended.pop(layer, None)
         if attended is not None:
             return attended
+        where = ("states", layer, self._group, keys_BSND.shape[1])
+        return evidence_once(
+            self.evidence, where, lambda: self._observed(layer, query_BQTD, keys_BSND, view, visibility)
+        )
+
+    def _observed(
+        self, layer: int, query_BQTD: Tensor, keys_BSND: Tensor, view: RowMap, visibility: Visibility
+    ) -> Tensor:
         states = self._fresh(layer, keys_BSND)
         logits, end = self._logits.pop(layer, None), query_BQTD.shape[2] - self._step.waiting_queries
         if logits is not None and end:

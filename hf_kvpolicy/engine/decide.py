@@ -18,6 +18,7 @@ from ..geometry import CacheGeometry
 from ..selection import Kept, keep_best, kept_index, reduce_heads
 from ..storage import DenseRows, RowMap, gather_rows, growth_slots, pack_rows
 from .composition import Composition
+from .shared_evidence import evidence_once
 from .visibility import SeenRows
 
 __all__ = ["Candidates", "Decider", "Observed", "check_finite"]
@@ -141,7 +142,12 @@ class Decider:
             scaling=seen.scaling,
             state_BSNX=candidates.states_BSNX,
         )
-        votes = policy.evidence.votes(observation, group=policy.group, score_heads=policy.stored_heads(self._geometry))
+        heads = policy.stored_heads(self._geometry)
+        votes = evidence_once(
+            policy.evidence,
+            ("votes", layer, policy.group, heads),
+            lambda: policy.evidence.votes(observation, group=policy.group, score_heads=heads),
+        )
         self.workspace_bytes = max(self.workspace_bytes, _vote_workspace(observation, self._geometry) + _bytes(votes))
         return reduce_heads(votes, policy.unit) if policy.evidence.differs_by_layer else votes
 

@@ -75,9 +75,18 @@ class Step(ABC):
         return self.append(layer, keys_BHTD, values_BHTD)
 
     def attend(
-        self, backend: str, module: torch.nn.Module, query: Tensor, step: LayerStep, record: Any, kwargs: dict[str, Any]
-    ) -> Tensor:
-        """Attend over published and candidate rows, then decide; the last layer publishes. Returns [B, T, Q, D]."""
+        self,
+        backend: str | None,
+        module: torch.nn.Module | None,
+        query: Tensor,
+        step: LayerStep,
+        record: Any,
+        kwargs: dict[str, Any],
+    ) -> Tensor | None:
+        """Attend over published and candidate rows, then decide; the last layer publishes. Returns [B, T, Q, D].
+
+        Without a backend nobody reads the output, and none is computed: the layer's output is known already.
+        """
         self.runtime.require_current(self)
         if not isinstance(record, MaskRecord):
             raise ConfigError(
@@ -86,9 +95,11 @@ class Step(ABC):
             )
         try:
             self.transaction.enter(step.layer, Phase.ATTEND)
-            self.admit(backend)
             self.scaling = float(kwargs["scaling"])
-            output = self._attention(backend, module, query, step, record, kwargs)
+            output = None
+            if backend is not None and module is not None:
+                self.admit(backend)
+                output = self._attention(backend, module, query, step, record, kwargs)
             self.attended(step.layer, query, step, record, self.scaling)
             self._layers_left -= 1
             if not self._layers_left:

@@ -22,6 +22,7 @@ from ...selection import keep_best, kept_index
 from ...storage import RaggedLayer, RowMap
 from ..composition import Composition
 from ..decide import check_finite
+from ..shared_evidence import evidence_once
 from .owners import OwnerCandidates, OwnerQueries
 from .pack import OwnerDecider, pack_owners
 
@@ -184,7 +185,11 @@ class RaggedDecider(OwnerDecider):
             first_head=head,
         )
         group = 1 if queries is None else queries.shape[1]
-        return self._policy.evidence.votes(observation, group=self._policy.group, score_heads=group)[0]
+        return evidence_once(
+            self._policy.evidence,
+            ("owner votes", layer, row, head, group, self._policy.group),
+            lambda: self._policy.evidence.votes(observation, group=self._policy.group, score_heads=group)[0],
+        )
 
     def _refined(self, votes_n: Tensor) -> Tensor:
         """Return pooled scores; the window's votes neither compete nor spread (see `Decider`)."""

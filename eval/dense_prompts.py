@@ -1,0 +1,63 @@
+"""The dense prefill of an example, run once for all caches that may take it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from ..replay import CapturedPrompt, can_replay, capture_prompt, replay_prompt
+from . import generation
+from .generation import Prefilled
+from .prompting import EncodedPrompt
+
+__all__ = ["DensePrompts"]
+
+
+class DensePrompts:
+    """Prompts of one example that were run densely; forgotten with it, for they are as large as a full cache and more.
+
+    A policy that drops rows as a prompt ends reads a forward that is the same for all of them: it is run once, and what
+    each layer's attention was given is published into every cache. Caches that take part in the forward, and caches of
+    others, run it themselves.
+    """
+
+    def __init__(self, model: Any, *, share: bool = True) -> None:
+        """Args: the model, and whether anything is shared; without it every cache runs every prompt."""
+        self._model, self._share = model, share
+        self._captured: dict[tuple[int, ...], tuple[CapturedPrompt, float]] = {}
+
+    def prefill(self, encoded: EncodedPrompt, cache: Any) -> Prefilled:
+        """Feed a prompt segment by segment; the first one from the shared run where that is possible.
+
+        `seconds` counts the dense run as if it had been made for this cache alone.
+        """
+        segments = encoded.segments
+        if not (self._share and can_replay(cache)):
+            return generation.prefill(self._model, segments, cache)
+        captured, dense_s = self._dense(segments[0])
+        started = time.perf_counter()
+        replay_prompt(cache, self._model, captured)
+        _synchronize(self._model)
+        replay_s = time.perf_counter() - started
+        rest = generation.prefill(self._model, segments[1:], cache, next_logits=captured.next_logits_BV[0])
+        return Prefilled(
+            cache=cache,
+            next_logits=rest.next_logits,
+            seconds=dense_s + replay_s + rest.seconds,
+            selection_s=replay_s,
+        )
+
+    def _dense(self, token_ids: tuple[int, ...]) -> tuple[CapturedPrompt, float]:
+        if token_ids not in self._captured:
+            started = time.perf_counter()
+            captured = capture_prompt(self._model, torch.tensor([token_ids], device=self._model.device))
+            _synchronize(self._model)
+            self._captured[token_ids] = captured, time.perf_counter() - started
+        return self._captured[token_ids]
+
+
+def _synchronize(model: Any) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)

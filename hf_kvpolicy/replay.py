@@ -1,0 +1,183 @@
+"""One dense prompt, run once and published into many caches.
+
+A policy that acts at the end of a prompt leaves the prompt's own forward as it is: every layer attends densely, and
+rows are dropped only then. So what each layer's attention was given is the same for every such policy and budget.
+`capture_prompt` runs the model once and keeps it; `replay_prompt` hands it to a cache as the model's forward would,
+without the model. What a cache then holds is what its own run would have left.
+
+Policies that change the forward itself (those that prune hidden states) cannot be replayed.
+
+Letters: B batch rows, T tokens, Q query heads, H KV heads, D head dimension, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attach import unwrap
+from .backends import backend_of, registered_name, run_stock
+from .cache import PolicyCache
+from .compat import cache_argument, register_attention, set_implementation
+from .engine import SharedEvidence, sharing
+from .errors import ConfigError, UnsupportedModelError
+from .frame import STEP, Reader, enter_forward, leave_forward
+from .geometry import text_config
+from .masks import MaskRecord
+from .registry import model_patch
+
+__all__ = ["CapturedPrompt", "can_replay", "capture_prompt", "replay_prompt"]
+
+_NAME = "kvpolicy_capture"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Layer:
+    """What one layer's attention was given: positions are applied, nothing is dropped."""
+
+    queries_BQTD: Tensor
+    keys_BHTD: Tensor
+    values_BHTD: Tensor
+    record: MaskRecord
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CapturedPrompt:
+    """A prompt's dense run.
+
+    Attributes:
+        arguments: the model call it came from, without a cache.
+        layers: what every layer's attention was given.
+        next_logits_BV: logits that follow the prompt.
+        evidence: scores already taken of it, shared by every cache that asks the same.
+    """
+
+    arguments: dict[str, Any]
+    layers: tuple[_Layer, ...]
+    next_logits_BV: Tensor
+    evidence: SharedEvidence = field(default_factory=SharedEvidence)
+
+
+_RECORDER: ContextVar[list[_Layer] | None] = ContextVar("hf_kvpolicy_recorder", default=None)
+
+
+@torch.no_grad()
+def capture_prompt(
+    model: Any, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+) -> CapturedPrompt:
+    """Run a prompt densely, without a cache, and keep what every layer's attention was given.
+
+    Args:
+        model: a supported model, attached or not; it is left as it was.
+        input_ids: int64 [B, T].
+        attention_mask: [B, T] with zeros for pads, or None.
+        position_ids: [B, T], for padded prompts.
+
+    Raises:
+        UnsupportedModelError: the model's attention does not go through the attention interface.
+    """
+    inner = unwrap(model)
+    arguments: dict[str, Any] = {"input_ids": input_ids}
+    given = {"attention_mask": attention_mask, "position_ids": position_ids}
+    arguments |= {name: value for name, value in given.items() if value is not None}
+    layers: list[_Layer] = []
+    with _recording(inner, layers):
+        output = model(**arguments, use_cache=False, logits_to_keep=1)
+    if len(layers) != int(text_config(inner.config).num_hidden_layers):
+        raise UnsupportedModelError(
+            f"{type(inner).__name__} ran {len(layers)} of {text_config(inner.config).num_hidden_layers} layers through "
+            "the attention interface, so its prompt cannot be captured. Run it with every cache instead."
+        )
+    return CapturedPrompt(arguments=arguments, layers=tuple(layers), next_logits_BV=output.logits[:, -1])
+
+
+def can_replay(cache: Any) -> bool:
+    """Whether a cache is empty and its policy leaves a prompt's forward as it is."""
+    if not isinstance(cache, PolicyCache) or cache.is_initialized or cache.is_recording_past():
+        return False
+    return cache.composition.pruning is None
+
+
+@torch.no_grad()
+def replay_prompt(cache: PolicyCache, model: Any, prompt: CapturedPrompt) -> None:
+    """Publish a captured prompt into an empty cache, as the model's own forward would have.
+
+    Raises:
+        ConfigError: the cache is not empty, or its policy takes part in the forward.
+    """
+    if not can_replay(cache):
+        raise ConfigError(
+            "A captured prompt goes into an empty cache whose policy acts after attention; this one holds tokens, "
+            "records drafts or prunes hidden states. Run the prompt through the model instead."
+        )
+    inner = unwrap(model)
+    decoder: Any = model_patch(text_config(inner.config)).decoder(inner)
+    enter_forward(cache)
+    try:
+        arguments = {**prompt.arguments, cache_argument(): cache, "use_cache": True}
+        cache.begin_forward(decoder, arguments, Reader(has_labels=False, logits_to_keep=1))
+        with sharing(prompt.evidence):
+            for index, layer in enumerate(prompt.layers):
+                cache.update(layer.keys_BHTD, layer.values_BHTD, index)
+                step = STEP.get()
+                assert step is not None, "update leaves the step of its layer"
+                STEP.set(None)
+                step.run.attend(None, None, layer.queries_BQTD, step, layer.record, {"scaling": layer.scaling})
+    finally:
+        STEP.set(None)
+        leave_forward()
+
+
+@contextmanager
+def _recording(model: Any, layers: list[_Layer]) -> Iterator[None]:
+    before = str(model.config._attn_implementation)
+    backend = backend_of(registered_name(before))
+    assert backend is not None, "a registered name has a backend behind it"
+    register_attention(_NAME, partial(_record, backend), partial(_mask, backend))
+    token = _RECORDER.set(layers)
+    try:
+        if not set_implementation(model, _NAME):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} keeps its own attention implementation, so its prompt cannot be captured."
+            )
+        yield
+    finally:
+        _RECORDER.reset(token)
+        set_implementation(model, before)
+
+
+def _record(
+    backend: str,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend as the model would, and note what was given."""
+    layers = _RECORDER.get()
+    if layers is not None:
+        layers.append(
+            _Layer(
+                queries_BQTD=query,
+                keys_BHTD=key,
+                values_BHTD=value,
+                record=attention_mask,
+                scaling=float(kwargs["scaling"]),
+            )
+        )
+    stock = attention_mask.stock if isinstance(attention_mask, MaskRecord) else attention_mask
+    return run_stock(backend, module, query, key, value, stock, **kwargs)
+
+
+def _mask(backend: str, **arguments: Any) -> MaskRecord:
+    return MaskRecord(backend, arguments)
