@@ -14,7 +14,9 @@ from .records import SCHEMA_VERSION
 
 __all__ = ["identity", "oversubscription_warning", "package_versions"]
 
-_PACKAGES = ("hf-kvpolicy", "torch", "transformers", "datasets", "evaluate", "wonderwords")
+_PACKAGES = (
+    "hf-kvpolicy", "torch", "transformers", "datasets", "evaluate", "wonderwords", "jieba", "rouge", "rapidfuzz",
+)  # fmt: skip
 
 
 def package_versions() -> dict[str, str]:
