@@ -100,6 +100,23 @@ def test_the_command_runs_resumes_and_writes_published_scores(data: Path, model_
     assert set(scores["full, 600 tokens, query-agnostic"]["longbench_e_qasper"]) <= {"0-4k", "4-8k", "8k+"}
 
 
+def test_a_folder_is_not_continued_with_other_measures_or_records(
+    data: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    small = ("--set", "max_new_tokens=2", "--examples", 1, "--length", 600, "--policy", "full", "--no-random")
+    arguments = ("--model", model_folder, "--data", data, *small, "--out", tmp_path / "out")
+    assert invoke(*arguments, "--tasks", "lcc")[0] == 0
+    # Another task in between is one more task of the folder.
+    assert invoke(*arguments, "--tasks", "qasper")[0] == 0
+    code, text = invoke(*arguments, "--tasks", "lcc", "--no-compat")
+    assert code == 2
+    assert "rows of task 'longbench_lcc' with another compat" in text
+    other = write_data(tmp_path / "other", count=1)
+    code, text = invoke(*arguments, "--tasks", "lcc", "--data", other)
+    assert code == 2
+    assert "with another data_sha256" in text
+
+
 def test_scores_are_kept_where_a_row_failed(data: Path, model_folder: Path, tmp_path: Path) -> None:
     code, text = invoke(
         "--model", model_folder, "--data", data, "--tasks", "qasper", "--examples", 1, "--length", 600, "--budget", 64,
