@@ -120,7 +120,7 @@ class LongBenchTask:
             joint="",
             answer_prefix="",
             answers=record.answers,
-            gold=None if record.answers[0] else next(filter(None, record.answers)),
+            gold=self._gold(record, text),
             classes=record.classes,
             coordinates={"length_tokens": request.length_tokens, **self._coordinates(record)},
             chat_template=self.spec.chat_template,
@@ -128,6 +128,13 @@ class LongBenchTask:
             min_new_tokens=1 if self.task == "samsum" else 0,
             dropped_tokens=dropped_tokens,
         )
+
+    def _gold(self, record: Record, prompt: str) -> str:
+        """The answer whose likelihood is measured: the first, behind a space where it ends a line of the prompt."""
+        answer = next(filter(None, record.answers))
+        last = prompt[-1:]
+        continues = not self.spec.chat_template and last.isascii() and not last.isspace()
+        return f" {answer}" if continues else answer
 
     def _coordinates(self, record: Record) -> dict[str, Coordinate]:
         found: dict[str, Coordinate] = {"record_id": record.record_id}
@@ -155,7 +162,7 @@ def _make(name: str, *, task: str, extended: bool, data: Any = None, prompts: An
             f'the data.zip of the data set THUDM/LongBench; "{HUB}" fetches that from the Hugging Face hub.'
         )
     for key, value in (("data", data), ("prompts", prompts)):
-        if not isinstance(value, str) and (key, value) != ("prompts", None):
+        if not isinstance(value, str) and not (key == "prompts" and value is None):
             raise ConfigError(f"Parameter {key!r} of task {name!r} must be a path; got {value!r}.")
     if not isinstance(compat, bool):
         raise ConfigError(f"Parameter 'compat' of task {name!r} must be true or false; got {compat!r}.")

@@ -88,6 +88,8 @@ def test_every_task_renders_and_scores(name: str, data: str, encoder: PromptEnco
         assert (example.stop, example.min_new_tokens) == ((("\n",), 1) if source == "samsum" else ((), 0))
         assert score_answer(task.metric, values["answers"][-1], example) == pytest.approx(1.0)
         assert score_answer(task.metric, "", example) == 0.0
+        # An English example is continued behind "Type:" or "Answer:", the others at the beginning of a line or turn.
+        assert example.gold_text == (" " if source in ("trec", "triviaqa") else "") + values["answers"][0]
         text = encoder.text(example)
         assert text.startswith("<s>user") is example.chat_template
         bucket = {3000: "0-4k", 5500: "4-8k", 8000: "8k+", 10500: "8k+"}[values["length"]]
