@@ -15,7 +15,7 @@ from ..errors import ConfigError, KVPolicyError
 from . import fields
 from .sweep import SweepConfig, load_sweep
 
-__all__ = ["app", "load_for_command"]
+__all__ = ["app", "default_folder", "errors_as_exit_codes", "load_for_command", "run_or_list"]
 
 app = typer.Typer(help="Measure cache policies: quality beside the rows and bytes they really hold.")
 
@@ -38,14 +38,12 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cells and stop.")] = False,
 ) -> None:
     """Run a sweep, or continue one: rows that are done are not computed again."""
-    with _errors_as_exit_codes():
+    with errors_as_exit_codes():
         overrides: dict[str, Any] = dict(fields.parse_override(text) for text in set_ or [])
         config = load_sweep(sweep, overrides | ({"model": model} if model else {}))
-        _check(config)
         chosen = _parse_part(part)
-        if dry_run:
-            _print_plan(config, limit)
-        elif _run(config, out or _default_folder(sweep), limit, chosen, allow_mixed=allow_mixed):
+        out = out or default_folder(sweep.stem)
+        if run_or_list(config, out, limit=limit, part=chosen, dry_run=dry_run, allow_mixed=allow_mixed):
             raise typer.Exit(1)
 
 
@@ -55,7 +53,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Existing folder for report.md and report.png.")] = None,
 ) -> None:
     """Print the tables of a run and write report.md and report.png beside its rows; of a file only with --out."""
-    with _errors_as_exit_codes():
+    with errors_as_exit_codes():
         # Before any import: a wrong path matters more than a package that is not installed.
         for folder in (source, out):
             if folder is not None and not folder.exists():
@@ -78,7 +76,7 @@ def pack(
     file: Annotated[Path, typer.Argument(help="JSON file to write.")],
 ) -> None:
     """Write a run into one small file, which `report` reads like the folder."""
-    with _errors_as_exit_codes():
+    with errors_as_exit_codes():
         if not folder.is_dir():
             raise ConfigError(f"There is no folder {str(folder)!r}. Give the folder that `kvpolicy eval run` wrote.")
         from .packed import write_packed
@@ -98,8 +96,29 @@ def _opened(source: Path) -> Any:
     return RunDirectory(source) if source.is_dir() else PackedRun(source)
 
 
+def run_or_list(
+    config: SweepConfig,
+    out: Path,
+    *,
+    limit: int | None = None,
+    part: tuple[int, int] = (1, 1),
+    dry_run: bool = False,
+    allow_mixed: bool = False,
+) -> int:
+    """Check a sweep without a model, then run it into `out` and return how many rows failed; or list its cells.
+
+    Raises:
+        ConfigError: a policy, an option or a grid that is refused.
+    """
+    _check(config)
+    if not dry_run:
+        return _run(config, out, limit, part, allow_mixed=allow_mixed)
+    _print_plan(config, limit)
+    return 0
+
+
 @contextmanager
-def _errors_as_exit_codes() -> Iterator[None]:
+def errors_as_exit_codes() -> Iterator[None]:
     """Turn what the library refuses into one line and status 2, and an interrupt into status 130.
 
     Imports happen inside, so that a missing optional package is one line too.
@@ -183,5 +202,6 @@ def _print_plan(config: SweepConfig, limit: int | None) -> None:
     typer.echo(f"{total_cells} cells, about {total_tokens} tokens through the model")
 
 
-def _default_folder(sweep: Path) -> Path:
-    return Path("runs") / f"{sweep.stem}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+def default_folder(name: str) -> Path:
+    """A new folder for the results of a run."""
+    return Path("runs") / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"

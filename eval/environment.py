@@ -19,7 +19,9 @@ from .records import SCHEMA_VERSION
 
 __all__ = ["check_same", "describe", "identity", "oversubscription_warning", "package_versions"]
 
-_PACKAGES = ("hf-kvpolicy", "torch", "transformers", "datasets", "evaluate", "wonderwords")
+_PACKAGES = (
+    "hf-kvpolicy", "torch", "transformers", "datasets", "evaluate", "wonderwords", "jieba", "rouge", "rapidfuzz",
+)  # fmt: skip
 
 # Rows of one run must agree in these; others are recorded only.
 _REQUIRED = ("hf-kvpolicy", "torch", "transformers", "device", "hardware", "instructions", "threads", "backend")

@@ -10,8 +10,8 @@ from ..errors import ConfigError
 __all__ = ["require"]
 
 
-def require(module: str, purpose: str) -> ModuleType:
-    """Import an optional module.
+def require(module: str, purpose: str, *, extra: str = "eval") -> ModuleType:
+    """Import an optional module that `extra` brings.
 
     Raises:
         ConfigError: it is not installed; names what needs it and the extra that brings it.
@@ -21,6 +21,5 @@ def require(module: str, purpose: str) -> ModuleType:
     except ImportError as error:
         raise ConfigError(
             f"{purpose} needs the package {module.split('.')[0]!r}, which cannot be imported ({error}). "
-            "Install the evaluation extra with `pip install 'hf-kvpolicy[eval]'`, or `pip install '.[eval]'` in a "
-            "checkout."
+            f"Install the extra with `pip install 'hf-kvpolicy[{extra}]'`, or `pip install '.[{extra}]'` in a checkout."
         ) from error

@@ -42,18 +42,35 @@ class RunDirectory:
     def begin(self, run: Mapping[str, Any]) -> None:
         """Create the folder and `run.json`, or check that an existing one belongs to the same experiment.
 
+        Tasks of earlier calls stay in the record.
+
         Raises:
-            ConfigError: the folder holds results under another identity.
+            ConfigError: the folder holds results under another identity, or of a task with other texts.
         """
-        if self.run_path.is_file() and self.read_run().get("identity_sha256") != run["identity_sha256"]:
-            raise ConfigError(
-                f"{self.path} holds a run with another model, tokenizer or prompt format; its rows "
-                "cannot be continued. Give another folder with --out."
-            )
+        if self.run_path.is_file():
+            before = self.read_run()
+            if before.get("identity_sha256") != run["identity_sha256"]:
+                raise ConfigError(
+                    f"{self.path} holds a run with another model, tokenizer or prompt format; its rows "
+                    "cannot be continued. Give another folder with --out."
+                )
+            run = {**run, "tasks": self._joined(before.get("tasks", {}), run.get("tasks", {}))}
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.run_path, json.dumps(run, indent=1, sort_keys=True) + "\n")
         for samples in self._samples(f"samples.{self.rank}.jsonl"):
             _cut_torn_line(samples)
+
+    def _joined(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+        """All tasks of the folder. Cells do not name a task's parameters, so those must not have changed."""
+        changed = [name for name in now if name in before and dict(before[name]) != dict(now[name])]
+        if changed:
+            was, name = before[changed[0]], changed[0]
+            keys = [key for key in {**was, **now[name]} if was.get(key) != now[name].get(key)]
+            raise ConfigError(
+                f"{self.path} holds rows of task {name!r} with another {', '.join(keys)}; they cannot be put "
+                "together. Give another folder with --out."
+            )
+        return {**before, **now}
 
     def read_run(self) -> dict[str, Any]:
         """The parsed `run.json`, with every environment by its key.

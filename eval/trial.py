@@ -52,7 +52,7 @@ def run_trial(
     prefilled = dense.prefill(encoded, cache)
     after_prompt = engine.measure(prefilled.cache)
     answer = generation.score_answer(model, generation.fork(prefilled), encoded.answer_ids)
-    stop_ids = generation.end_of_text_ids(model, loaded.tokenizer)
+    stop_ids = generation.end_of_text_ids(model, loaded.tokenizer) | _stop_token_ids(loaded.tokenizer, example)
     generated = generation.greedy_decode(
         model,
         prefilled,
@@ -91,6 +91,13 @@ def _check_fits(model: Any, tokens: int) -> None:
             f"The prompt and its answer take {tokens} tokens, the model has positions for {limit}. "
             "Ask for a shorter length."
         )
+
+
+def _stop_token_ids(tokenizer: Any, example: Example) -> frozenset[int]:
+    """Ids of the stop strings that are one token: as an end token, such a one is passed over at the beginning."""
+    last = [(stop, tokenizer(stop, add_special_tokens=False)["input_ids"][-1]) for stop in example.stop]
+    # A tokenizer may put a token for the beginning of a text in front.
+    return frozenset(token for stop, token in last if tokenizer.decode([token]) == stop)
 
 
 def _stops(tokenizer: Any, example: Example) -> Callable[[list[int]], bool]:

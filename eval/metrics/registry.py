@@ -7,14 +7,47 @@ from typing import TypeAlias
 
 from ...errors import ConfigError, did_you_mean
 from ..tasks.base import Example
+from .classification import classification, classification_fixed
+from .code_similarity import code_similarity, code_similarity_fixed
 from .needle_match import needle_match
+from .number_match import count, retrieval, retrieval_zh
+from .rouge_l import rouge_l, rouge_l_zh
+from .token_f1 import qa_f1, qa_f1_zh
 
 __all__ = ["AnswerMetric", "available_metrics", "score_answer"]
 
 AnswerMetric: TypeAlias = "Callable[[str, Example], float]"
 
+
+def _best(measure: Callable[[str, str], float]) -> AnswerMetric:
+    """The measure against the accepted answer that fits best."""
+    return lambda prediction, example: max(measure(prediction, gold) for gold in example.answers)
+
+
+def _label(measure: Callable[..., float]) -> AnswerMetric:
+    return lambda prediction, example: max(measure(prediction, gold, example.classes) for gold in example.answers)
+
+
+def _first_line(metric: AnswerMetric) -> AnswerMetric:
+    """The measure of the first line that is not empty: behind few-shot examples a model goes on with another one."""
+    return lambda prediction, example: metric(prediction.lstrip("\n").split("\n")[0], example)
+
+
 _METRICS: Mapping[str, AnswerMetric] = {
     "needle_match": lambda prediction, example: needle_match(prediction, example.answers),
+    "qa_f1": _best(qa_f1),
+    "qa_f1_zh": _best(qa_f1_zh),
+    "qa_f1_first_line": _first_line(_best(qa_f1)),
+    "rouge_l": _best(rouge_l),
+    "rouge_l_zh": _best(rouge_l_zh),
+    "rouge_l_first_line": _first_line(_best(rouge_l)),
+    "classification_first_line": _first_line(_label(classification)),
+    "classification_first_line_fixed": _first_line(_label(classification_fixed)),
+    "retrieval": _best(retrieval),
+    "retrieval_zh": _best(retrieval_zh),
+    "count": _best(count),
+    "code_sim": _best(code_similarity),
+    "code_sim_fixed": _best(code_similarity_fixed),
 }
 
 
@@ -27,7 +60,7 @@ def score_answer(metric: str, prediction: str, example: Example) -> float:
     """Score one prediction, from 0 (worst) to 1.
 
     Raises:
-        ConfigError: there is no such metric.
+        ConfigError: there is no such metric, or a package that it needs is not installed.
     """
     if metric not in _METRICS:
         raise ConfigError(

@@ -85,6 +85,8 @@ _UNUSED = {f.name: f.default for f in fields(Example) if f.default is not MISSIN
 class ExampleRequest:
     """One point of a task's grid. `length_tokens` bounds the prompt plus the tokens to generate.
 
+    A benchmark whose published form bounds the prompt alone (LongBench) says so.
+
     `depths` is empty for tasks that hide nothing at a depth.
     """
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import ConfigError, did_you_mean
-from . import needle
+from . import longbench, needle
 from .base import Task, TaskEntry
 
 __all__ = ["available_tasks", "make_task", "task_entry"]
 
 # One mapping a family of tasks; a name belongs to one family.
-_FAMILIES: tuple[Mapping[str, TaskEntry], ...] = (needle.ENTRIES,)
+_FAMILIES: tuple[Mapping[str, TaskEntry], ...] = (needle.ENTRIES, longbench.ENTRIES)
 _ENTRIES: dict[str, TaskEntry] = {name: entry for family in _FAMILIES for name, entry in family.items()}
 
 

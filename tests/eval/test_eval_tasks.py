@@ -12,7 +12,8 @@ from hf_kvpolicy.eval.prompting import PromptEncoder
 from hf_kvpolicy.eval.tasks.base import ExampleRequest, to_dataset
 from hf_kvpolicy.eval.tasks.haystack import noise, pydoc_prose
 from hf_kvpolicy.eval.tasks.keys import key_words
-from hf_kvpolicy.eval.tasks.registry import available_tasks, make_task
+from hf_kvpolicy.eval.tasks.needle import ENTRIES
+from hf_kvpolicy.eval.tasks.registry import make_task
 
 # A byte a token: lengths are in bytes here.
 REQUEST = ExampleRequest(length_tokens=3000, depths=(0.0, 0.5, 1.0), num_examples=3, max_new_tokens=8, seed=1)
@@ -23,7 +24,7 @@ def encoder() -> PromptEncoder:
     return PromptEncoder(tiny_tokenizer())
 
 
-@pytest.mark.parametrize("name", available_tasks())
+@pytest.mark.parametrize("name", ENTRIES)
 def test_same_request_gives_same_examples_and_another_seed_others(name: str, encoder: PromptEncoder) -> None:
     first = make_task(name).examples(REQUEST, encoder)
     assert first == make_task(name).examples(REQUEST, encoder)
@@ -31,7 +32,7 @@ def test_same_request_gives_same_examples_and_another_seed_others(name: str, enc
     assert {e.example_id for e in first}.isdisjoint(e.example_id for e in other)
 
 
-@pytest.mark.parametrize("name", available_tasks())
+@pytest.mark.parametrize("name", ENTRIES)
 @pytest.mark.parametrize("length", [1000, 1001, 2500, 6000])
 def test_prompt_and_answer_fill_the_length_without_passing_it(name: str, length: int, encoder: PromptEncoder) -> None:
     for example in make_task(name).examples(replace(REQUEST, length_tokens=length), encoder):
