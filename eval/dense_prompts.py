@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from ..replay import CapturedPrompt, can_replay, capture_prompt, replay_prompt
 from . import generation
@@ -27,6 +28,7 @@ class DensePrompts:
         """Args: the model, and whether anything is shared; without it every cache runs every prompt."""
         self._model, self._share = model, share
         self._captured: dict[tuple[int, ...], tuple[CapturedPrompt, float]] = {}
+        self._full: dict[EncodedPrompt, torch.Tensor] = {}
 
     def prefill(self, encoded: EncodedPrompt, cache: Any) -> Prefilled:
         """Feed a prompt segment by segment; the first one from the shared run where that is possible.
@@ -48,6 +50,23 @@ class DensePrompts:
             seconds=dense_s + replay_s + rest.seconds,
             selection_s=replay_s,
         )
+
+    def full_log_probs(self, encoded: EncodedPrompt) -> torch.Tensor:
+        """Natural log-probabilities [T, V] along the gold answer under the model's own, uncompressed cache."""
+        if encoded not in self._full:
+            cache = DynamicCache(config=self._model.config)
+            prefilled = self._full_prefill(encoded, cache)
+            self._full[encoded] = generation.score_answer(self._model, prefilled, encoded.answer_ids).log_probs_TV
+        return self._full[encoded]
+
+    def _full_prefill(self, encoded: EncodedPrompt, cache: DynamicCache) -> Prefilled:
+        if encoded.segments[0] not in self._captured:
+            return generation.prefill(self._model, encoded.segments, cache)
+        captured, _ = self._dense(encoded.segments[0])
+        for index, layer in enumerate(captured.layers):
+            cache.update(layer.keys_BHTD, layer.values_BHTD, index)
+        logits = captured.next_logits_BV[0]
+        return generation.prefill(self._model, encoded.segments[1:], cache, next_logits=logits)
 
     def _dense(self, token_ids: tuple[int, ...]) -> tuple[CapturedPrompt, float]:
         if token_ids not in self._captured:

@@ -55,13 +55,17 @@ class Generated:
     ms_per_forward: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AnswerScore:
-    """Mean negative log-likelihood (nats per token) of a given answer, and how often it was the argmax."""
+    """Mean negative log-likelihood (nats per token) of a given answer, and how often it was the argmax.
+
+    `log_probs_TV` are the distributions it was read from, fp32, one row a token.
+    """
 
     nll_per_token: float
     top1_rate: float
     tokens: int
+    log_probs_TV: torch.Tensor
 
 
 @torch.no_grad()
@@ -137,14 +141,16 @@ def score_answer(model: Any, prefilled: Prefilled, answer_ids: Sequence[int]) ->
 
     Feeding it at once would be a prompt segment to a policy, which then selects differently from decoding.
     """
-    logits, nll_sum, hits = prefilled.next_logits, 0.0, 0
-    for index, token in enumerate(answer_ids):
-        nll_sum -= float(torch.log_softmax(logits.float(), dim=-1)[token])
-        hits += int(logits.argmax()) == token
-        if index + 1 < len(answer_ids):
-            logits = _forward(model, [token], prefilled.cache)
-    count = len(answer_ids)
-    return AnswerScore(nll_per_token=nll_sum / count, top1_rate=hits / count, tokens=count)
+    followed = [prefilled.next_logits]
+    followed += [_forward(model, [token], prefilled.cache) for token in answer_ids[:-1]]
+    log_probs_TV = torch.log_softmax(torch.stack(followed).float(), dim=-1)
+    gold_T = torch.tensor(list(answer_ids), device=log_probs_TV.device)
+    return AnswerScore(
+        nll_per_token=-float(log_probs_TV.gather(1, gold_T[:, None]).double().mean()),
+        top1_rate=float((log_probs_TV.argmax(-1) == gold_T).double().mean()),
+        tokens=len(answer_ids),
+        log_probs_TV=log_probs_TV,
+    )
 
 
 def fork(prefilled: Prefilled) -> Prefilled:

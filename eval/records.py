@@ -16,7 +16,11 @@ SCHEMA_VERSION = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QualityRecord:
-    """What the model said. `answer_nll` is nats per gold token, fed one token at a time."""
+    """What the model said. `answer_nll` is nats per gold token, fed one token at a time.
+
+    `kl_to_full_nats` and `top1_agreement_ratio` compare with the full cache along the gold answer; None in records made
+    before they were measured.
+    """
 
     score: float
     answer_nll: float
@@ -25,6 +29,8 @@ class QualityRecord:
     output_text: str
     output_tokens: int
     finish_reason: str
+    kl_to_full_nats: float | None = None
+    top1_agreement_ratio: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

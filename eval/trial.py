@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from ..errors import ConfigError
 from . import acting, engine, generation
 from .cells import Cell
 from .dense_prompts import DensePrompts
 from .engine import CacheUse
 from .generation import AnswerScore, Generated
+from .metrics.agreement import agreement
 from .metrics.registry import score_answer
 from .model_loading import LoadedModel
 from .prompting import EncodedPrompt
@@ -65,7 +68,7 @@ def run_trial(
     prompt_tokens = len(encoded.token_ids)
     allowed = engine.budget_rows(cell, prefilled.cache, model, prompt_tokens)
     return Trial(
-        quality=_quality(loaded, example, answer, generated, metric),
+        quality=_quality(loaded, example, answer, generated, metric, dense.full_log_probs(encoded)),
         cache=_cache_record(
             prefilled.cache,
             after_prompt,
@@ -113,9 +116,15 @@ def _stops(tokenizer: Any, example: Example) -> Callable[[list[int]], bool]:
 
 
 def _quality(
-    loaded: LoadedModel, example: Example, answer: AnswerScore, generated: Generated, metric: str
+    loaded: LoadedModel,
+    example: Example,
+    answer: AnswerScore,
+    generated: Generated,
+    metric: str,
+    full_log_probs_TV: Tensor,
 ) -> QualityRecord:
     text = loaded.tokenizer.decode(generated.token_ids, skip_special_tokens=True)
+    beside_full = agreement(full_log_probs_TV, answer.log_probs_TV)
     return QualityRecord(
         score=score_answer(metric, text, example),
         answer_nll=answer.nll_per_token,
@@ -124,6 +133,8 @@ def _quality(
         output_text=text,
         output_tokens=len(generated.token_ids),
         finish_reason=generated.finish_reason,
+        kl_to_full_nats=beside_full.kl_nats,
+        top1_agreement_ratio=beside_full.top1_ratio,
     )
 
 
