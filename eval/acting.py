@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+from . import engine
 from .cells import Cell
 from .engine import CacheUse
 
-__all__ = ["budget_binds", "why_not_acting"]
+__all__ = ["budget_binds", "equals_full", "why_not_acting"]
 
 
 def budget_binds(cell: Cell, allowed_rows: int | None, prompt_tokens: int) -> bool:
@@ -13,6 +17,25 @@ def budget_binds(cell: Cell, allowed_rows: int | None, prompt_tokens: int) -> bo
     if cell.policy == "full":
         return False
     return allowed_rows is None or prompt_tokens > allowed_rows
+
+
+def equals_full(cell: Cell, empty_cache: Any, model: Any, prompt_tokens: Iterable[int]) -> bool:
+    """Whether the cell's budget takes nothing from any of these prompts, so that its cache is the full one.
+
+    Args:
+        cell: the cell.
+        empty_cache: a cache of the cell that holds nothing yet.
+        model: the model.
+        prompt_tokens: tokens of each prompt.
+
+    Raises:
+        KVPolicyError: the budget cannot be resolved into rows.
+    """
+    if cell.budget is None:
+        return False
+    return not any(
+        budget_binds(cell, engine.budget_rows(cell, empty_cache, model, tokens), tokens) for tokens in prompt_tokens
+    )
 
 
 def why_not_acting(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,10 +14,26 @@ from ..errors import (
     UnsupportedModelError,
 )
 
-__all__ = ["DID_NOT_ACT", "OK", "Outcome", "outcome_of_error", "status_of_error"]
+if TYPE_CHECKING:
+    from .statistics import Interval
+
+__all__ = [
+    "DEFAULT_DELTA",
+    "DID_NOT_ACT",
+    "EQUALS_FULL",
+    "OK",
+    "Outcome",
+    "outcome_of_difference",
+    "outcome_of_error",
+    "status_of_error",
+]
 
 OK = "ok"
+EQUALS_FULL = "equals-full"
 DID_NOT_ACT = "failed: policy did not act"
+
+# A loss of score up to this much is none to speak of.
+DEFAULT_DELTA = 0.05
 
 
 class Outcome(StrEnum):
@@ -28,6 +45,19 @@ class Outcome(StrEnum):
     CHECKPOINT_INCOMPATIBLE = "checkpoint-incompatible"
     BACKEND_INCOMPATIBLE = "backend-incompatible"
     UNMEASURED = "unmeasured"
+    # Beyond the protocol: the budget takes nothing from any prompt, so the full cache's result is its own.
+    EQUALS_FULL = "equals-full"
+
+
+def outcome_of_difference(difference: Interval, delta: float) -> Outcome:
+    """The class of a measured `policy - full` in score; unmeasured where the examples are too few to say.
+
+    Degraded: the whole interval lies below `-delta`. Valid: it lies above. An interval with `-delta` in it shows
+    neither.
+    """
+    if difference.high < -delta:
+        return Outcome.QUALITY_DEGRADED
+    return Outcome.QUALITY_VALID if difference.low > -delta else Outcome.UNMEASURED
 
 
 def outcome_of_error(error: Exception) -> Outcome:

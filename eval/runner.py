@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ..contract.canonical import sha256_of
-from . import cells, environment, outcomes
+from ..errors import KVPolicyError
+from . import acting, cells, environment, outcomes
 from .cells import Cell, TaskPoint
 from .engine import CacheBuilder
 from .model_loading import LoadedModel
@@ -44,7 +45,7 @@ class _Session:
         self.versions = environment.package_versions()
         directory.begin(self._run_record())
         # A failed row is tried again: what failed may have been repaired.
-        self.done = {row.row_key for row in directory.rows() if row.status == outcomes.OK}
+        self.done = {row.row_key for row in directory.rows() if row.status in (outcomes.OK, outcomes.EQUALS_FULL)}
 
     def _run_record(self) -> dict[str, Any]:
         return {
@@ -58,6 +59,7 @@ class _Session:
             "versions": self.versions,
             "threads": torch.get_num_threads(),
             "jobs": self.config.jobs,
+            "delta": self.config.delta,
             "evidence_class": "locally measured",
             "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         }
@@ -95,10 +97,11 @@ def run_sweep(
         examples = task.examples(point.request, session.encoder)
         _save_examples(session, point, examples)
         for cell in cells.cells_at(config, point):
-            say(
-                f"{cell.task} {cell.length_tokens} tokens, {cell.label}: "
-                f"{_run_cell(session, cell, task.metric, examples[chosen], build_cache, outcome)}"
-            )
+            # By all examples of the point, so that all parts of a run agree.
+            skips = _equals_full(session, cell, examples, build_cache)
+            run_cell = _note_equal if skips else _run_cell
+            said = run_cell(session, cell, task.metric, examples[chosen], build_cache, outcome)
+            say(f"{cell.task} {cell.length_tokens} tokens, {cell.label}: {said}")
     return outcome
 
 
@@ -108,6 +111,46 @@ def _save_examples(session: _Session, point: TaskPoint, examples: list[Example])
     folder.mkdir(exist_ok=True)
     name = f"{point.task.name}-{point.request.length_tokens}-{point.request.seed}.jsonl"
     to_dataset(examples).to_pandas().to_json(folder / name, orient="records", lines=True)
+
+
+def _equals_full(session: _Session, cell: Cell, examples: list[Example], build_cache: CacheBuilder) -> bool:
+    """Whether the cell's budget takes nothing from any prompt; a cell that is refused is left to fail by itself."""
+    cell_key = cell.key(session.identity_sha256)
+    if cell.budget is None or all(_row_key(cell_key, example) in session.done for example in examples):
+        return False
+    prompts = (session.encoder.encode(example, query_aware=cell.query_aware).token_ids for example in examples)
+    try:
+        cache = build_cache(cell)
+    except Exception:  # the cell's first example fails in the same way, and says so
+        return False
+    try:
+        return acting.equals_full(cell, cache, session.loaded.model, (len(token_ids) for token_ids in prompts))
+    except KVPolicyError:
+        return False
+
+
+def _note_equal(
+    session: _Session,
+    cell: Cell,
+    metric: str,
+    examples: list[Example],
+    build_cache: CacheBuilder,
+    outcome: RunOutcome,
+) -> str:
+    """Record that there was nothing to run: neither a result of the policy nor a failure of it."""
+    cell_key, reason = cell.key(session.identity_sha256), "the budget takes nothing from any prompt"
+    for example in examples:
+        row_key = _row_key(cell_key, example)
+        if row_key in session.done:
+            outcome.skipped += 1
+            continue
+        encoded = session.encoder.encode(example, query_aware=cell.query_aware)
+        blank = _blank_row(session, cell, metric, cell_key, row_key, example, encoded)
+        equal = str(outcomes.Outcome.EQUALS_FULL)
+        row = dataclasses.replace(blank, status=outcomes.EQUALS_FULL, outcome=equal, reason=reason)
+        session.directory.append(row)
+        outcome.written += 1
+    return f"{outcomes.EQUALS_FULL} ({reason})"
 
 
 def _run_cell(
@@ -122,7 +165,7 @@ def _run_cell(
     cell_key, scores = cell.key(session.identity_sha256), []
     for example in examples:
         encoded = session.encoder.encode(example, query_aware=cell.query_aware)
-        row_key = sha256_of([cell_key, example.example_id])[:16]
+        row_key = _row_key(cell_key, example)
         if row_key in session.done:
             outcome.skipped += 1
             continue
@@ -148,14 +191,7 @@ def _row(
     encoded: EncodedPrompt,
     build_cache: CacheBuilder,
 ) -> Row:
-    blank = Row(
-        row_key=row_key,
-        cell_key=cell_key,
-        cell=cell.coordinates(),
-        example={**_example_record(example, encoded), "metric": metric},
-        status=outcomes.OK,
-        versions=session.versions,
-    )
+    blank = _blank_row(session, cell, metric, cell_key, row_key, example, encoded)
     try:
         trial = run_trial(session.loaded, cell, example, encoded, lambda: build_cache(cell), metric=metric)
     except Exception as error:  # a failing cell is a result, and the sweep goes on
@@ -174,6 +210,29 @@ def _row(
             cache=trial.cache,
         )
     return dataclasses.replace(blank, quality=trial.quality, cache=trial.cache, timing=trial.timing)
+
+
+def _row_key(cell_key: str, example: Example) -> str:
+    return sha256_of([cell_key, example.example_id])[:16]
+
+
+def _blank_row(
+    session: _Session,
+    cell: Cell,
+    metric: str,
+    cell_key: str,
+    row_key: str,
+    example: Example,
+    encoded: EncodedPrompt,
+) -> Row:
+    return Row(
+        row_key=row_key,
+        cell_key=cell_key,
+        cell=cell.coordinates(),
+        example={**_example_record(example, encoded), "metric": metric},
+        status=outcomes.OK,
+        versions=session.versions,
+    )
 
 
 def _example_record(example: Example, encoded: EncodedPrompt) -> dict[str, Any]:
