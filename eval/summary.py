@@ -14,7 +14,7 @@ from .outcomes import DEFAULT_DELTA, EQUALS_FULL, OK, Outcome, outcome_of_differ
 from .records import Row
 from .statistics import SMOKE_BELOW, Interval, bootstrap_mean, mean_interval, paired_difference
 
-__all__ = ["CellSummary", "Measured", "summarise"]
+__all__ = ["CellSummary", "Measured", "by_cell", "summarise"]
 
 # Below this the full cache itself cannot do the task, and a policy's score says nothing about the policy.
 _CANARY_SCORE = 0.5
@@ -77,14 +77,20 @@ def summarise(rows: Iterable[Row], *, delta: float = DEFAULT_DELTA) -> list[Cell
 
     `delta` is the loss of score that is still held to be none.
     """
-    groups: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        groups[_group_key(row.cell)].append(row)
+    groups = by_cell(rows)
     measured = {key: _measure(group) for key, group in groups.items() if _unfinished(group) is None}
     baselines = {
         _point(groups[key][0].cell): found for key, found in measured.items() if groups[key][0].cell["policy"] == "full"
     }
     return [_summary(group, measured.get(key), baselines, delta) for key, group in groups.items()]
+
+
+def by_cell(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows by what their cells ask for, seeds pooled, in the order in which cells first appear."""
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[_group_key(row.cell)].append(row)
+    return groups
 
 
 def _group_key(cell: Mapping[str, Any]) -> str:
