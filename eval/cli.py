@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import ConfigError, KVPolicyError
-from . import cli_compare, fields
+from . import cli_compare, cli_sensitivity, fields
 from .sweep import SweepConfig, load_sweep
 
 __all__ = ["app", "load_for_command"]
@@ -176,3 +176,4 @@ def _default_folder(sweep: Path) -> Path:
 
 
 cli_compare.add_commands(app, _errors_as_exit_codes)
+cli_sensitivity.add_commands(app, _errors_as_exit_codes)
