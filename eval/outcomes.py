@@ -15,7 +15,7 @@ from ..errors import (
 )
 
 if TYPE_CHECKING:
-    from .statistics import Interval
+    from .statistics import Difference
 
 __all__ = [
     "DEFAULT_DELTA",
@@ -49,15 +49,16 @@ class Outcome(StrEnum):
     EQUALS_FULL = "equals-full"
 
 
-def outcome_of_difference(difference: Interval, delta: float) -> Outcome:
+def outcome_of_difference(difference: Difference, delta: float) -> Outcome:
     """The class of a measured `policy - full` in score; unmeasured where the examples are too few to say.
 
-    Degraded: the whole interval lies below `-delta`. Valid: it lies above. An interval with `-delta` in it shows
-    neither.
+    Degraded: the whole interval lies below `-delta`. Valid: it lies above, and the examples are enough to have met a
+    loss. An interval with `-delta` in it shows neither.
     """
     if difference.high < -delta:
         return Outcome.QUALITY_DEGRADED
-    return Outcome.QUALITY_VALID if difference.low > -delta else Outcome.UNMEASURED
+    is_valid = difference.low > -delta and difference.supports_absence
+    return Outcome.QUALITY_VALID if is_valid else Outcome.UNMEASURED
 
 
 def outcome_of_error(error: Exception) -> Outcome:

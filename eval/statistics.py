@@ -54,6 +54,11 @@ class Difference(Interval):
 
     n: int
 
+    @property
+    def supports_absence(self) -> bool:
+        """Whether the examples are enough to say that there is nothing; a bootstrap knows only losses it has met."""
+        return self.n >= SMOKE_BELOW
+
     def __str__(self) -> str:
         """Draw it with what it rests on."""
         return f"{self.mean:+.2f} [{self.low:+.2f}, {self.high:+.2f}], n = {self.n}"
@@ -135,9 +140,9 @@ def verdict(difference: Difference, *, adjusted_p: float, margin: float = MARGIN
     """What may be said: a difference, that there is none to speak of, or neither.
 
     A difference needs an interval without zero and a p below 0.05 after Holm's adjustment. That none was detected does
-    not make two policies alike: for that the whole interval must lie within the margin.
+    not make two policies alike: for that the whole interval must lie within the margin, and examples must be enough.
     """
-    if -margin <= difference.low and difference.high <= margin:
+    if difference.supports_absence and -margin <= difference.low and difference.high <= margin:
         return f"indistinguishable within {margin:g} ({difference})"
     if adjusted_p < 0.05 and not difference.low <= 0.0 <= difference.high:
         return f"{'higher' if difference.mean > 0 else 'lower'} ({difference})"

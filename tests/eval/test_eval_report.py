@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,17 @@ def test_a_few_examples_can_show_a_loss_but_not_that_there_is_none() -> None:
     assert [s.outcome for s in summaries] == [Outcome.QUALITY_VALID, Outcome.UNMEASURED, Outcome.QUALITY_DEGRADED]
     assert table_cells(summaries[1])[-1] == "unmeasured: inconclusive at n = 9 (smoke)"
     assert all(s.is_smoke for s in summaries)
+
+
+def test_graded_scores_that_are_all_equal_need_examples_enough() -> None:
+    """A bootstrap of equal differences has no width, at two examples as at fifty."""
+
+    def graded(name: str, count: int) -> list[Row]:
+        rows = [made_row(name, i, budget=None if name == "full" else 64) for i in range(count)]
+        return [replace(row, quality=replace(row.quality, score=0.75)) for row in rows if row.quality]
+
+    outcomes = [summarise([*graded("full", n), *graded("snapkv", n)])[1].outcome for n in (2, 49, 50)]
+    assert outcomes == [Outcome.UNMEASURED, Outcome.UNMEASURED, Outcome.QUALITY_VALID]
 
 
 def test_a_loss_within_delta_is_none() -> None:

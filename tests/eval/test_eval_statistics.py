@@ -162,14 +162,16 @@ def test_graded_values_are_exchanged_within_their_pairs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mean", "low", "high", "p", "words"),
+    ("mean", "low", "high", "n", "p", "words"),
     [
-        (-0.3, -0.5, -0.1, 0.01, "lower (-0.30 [-0.50, -0.10], n = 20)"),
-        (-0.3, -0.5, -0.1, 0.06, "no difference detected (-0.30 [-0.50, -0.10], n = 20)"),
-        (0.0, -0.2, 0.2, 1.0, "no difference detected (+0.00 [-0.20, +0.20], n = 20)"),
-        (0.01, -0.03, 0.05, 1.0, "indistinguishable within 0.05 (+0.01 [-0.03, +0.05], n = 20)"),
-        (0.4, 0.2, 0.6, 0.001, "higher (+0.40 [+0.20, +0.60], n = 20)"),
+        (-0.3, -0.5, -0.1, 20, 0.01, "lower (-0.30 [-0.50, -0.10], n = 20)"),
+        (-0.3, -0.5, -0.1, 20, 0.06, "no difference detected (-0.30 [-0.50, -0.10], n = 20)"),
+        (0.0, -0.2, 0.2, 20, 1.0, "no difference detected (+0.00 [-0.20, +0.20], n = 20)"),
+        (0.01, -0.03, 0.05, 50, 1.0, "indistinguishable within 0.05 (+0.01 [-0.03, +0.05], n = 50)"),
+        (0.01, -0.03, 0.05, 49, 1.0, "no difference detected (+0.01 [-0.03, +0.05], n = 49)"),
+        (0.03, 0.02, 0.04, 50, 0.001, "indistinguishable within 0.05 (+0.03 [+0.02, +0.04], n = 50)"),
+        (0.4, 0.2, 0.6, 20, 0.001, "higher (+0.40 [+0.20, +0.60], n = 20)"),
     ],
 )
-def test_what_may_be_said(mean: float, low: float, high: float, p: float, words: str) -> None:
-    assert verdict(Difference(mean=mean, low=low, high=high, n=20), adjusted_p=p) == words
+def test_what_may_be_said(mean: float, low: float, high: float, n: int, p: float, words: str) -> None:
+    assert verdict(Difference(mean=mean, low=low, high=high, n=n), adjusted_p=p) == words
