@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from . import engine
 from .cells import Cell
-from .engine import CacheBuilder, CacheUse, budget_rows
+from .engine import CacheUse
 
 __all__ = ["budget_binds", "equals_full", "why_not_acting"]
-
-
-def equals_full(cell: Cell, build: CacheBuilder, model: Any, longest_prompt_tokens: int) -> bool:
-    """Whether the cell's budget holds the longest of its prompts, so that nothing could be dropped.
-
-    What a policy refuses about the budget is left to the run, which records it.
-    """
-    if cell.policy == "full" or cell.budget is None:
-        return False
-    try:
-        allowed = budget_rows(cell, build(cell), model, longest_prompt_tokens)
-    except Exception:
-        return False
-    return allowed is not None and allowed >= longest_prompt_tokens
 
 
 def budget_binds(cell: Cell, allowed_rows: int | None, prompt_tokens: int) -> bool:
@@ -29,6 +17,25 @@ def budget_binds(cell: Cell, allowed_rows: int | None, prompt_tokens: int) -> bo
     if cell.policy == "full":
         return False
     return allowed_rows is None or prompt_tokens > allowed_rows
+
+
+def equals_full(cell: Cell, empty_cache: Any, model: Any, prompt_tokens: Iterable[int]) -> bool:
+    """Whether the cell's budget takes nothing from any of these prompts, so that its cache is the full one.
+
+    Args:
+        cell: the cell.
+        empty_cache: a cache of the cell that holds nothing yet.
+        model: the model.
+        prompt_tokens: tokens of each prompt.
+
+    Raises:
+        KVPolicyError: the budget cannot be resolved into rows.
+    """
+    if cell.budget is None:
+        return False
+    return not any(
+        budget_binds(cell, engine.budget_rows(cell, empty_cache, model, tokens), tokens) for tokens in prompt_tokens
+    )
 
 
 def why_not_acting(

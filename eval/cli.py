@@ -1,4 +1,4 @@
-"""`kvpolicy eval run SWEEP`, `kvpolicy eval report DIR` and `kvpolicy eval pack DIR FILE`."""
+"""`kvpolicy eval run SWEEP`, `report DIR` and `pack DIR FILE`; the other commands are added from their own files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import ConfigError, KVPolicyError
-from . import fields
+from . import cli_compare, cli_sensitivity, fields
 from .sweep import SweepConfig, load_sweep
 
 __all__ = ["app", "default_folder", "errors_as_exit_codes", "load_for_command", "run_or_list"]
@@ -62,10 +62,11 @@ def report(
                     "that `kvpolicy eval pack` wrote."
                 )
         from .report import summaries_of, write_report
+        from .results import open_run
         from .terminal import print_tables
 
         into = source if out is None and source.is_dir() else out
-        print_tables(summaries_of(_opened(source)) if into is None else write_report(_opened(source), into))
+        print_tables(summaries_of(open_run(source)) if into is None else write_report(open_run(source), into))
         if into is not None:
             typer.echo(f"written: {into / 'report.md'} and {into / 'report.png'}")
 
@@ -86,14 +87,6 @@ def pack(
         rows = directory.rows()
         write_packed(directory.read_run(), rows, file)
         typer.echo(f"{len(rows)} rows written: {file}")
-
-
-def _opened(source: Path) -> Any:
-    """The run's folder or file, to be read."""
-    from .packed import PackedRun
-    from .run_directory import RunDirectory
-
-    return RunDirectory(source) if source.is_dir() else PackedRun(source)
 
 
 def run_or_list(
@@ -205,3 +198,7 @@ def _print_plan(config: SweepConfig, limit: int | None) -> None:
 def default_folder(name: str) -> Path:
     """A new folder for the results of a run."""
     return Path("runs") / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+
+
+cli_compare.add_commands(app, errors_as_exit_codes)
+cli_sensitivity.add_commands(app, errors_as_exit_codes)

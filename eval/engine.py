@@ -111,11 +111,11 @@ def budget_rows(cell: Cell, cache: Any, model: Any, prompt_tokens: int) -> int |
     """
     if cell.budget is None:
         return None
-    row_bytes = CacheGeometry.from_config(model.config).row_bytes(model.dtype.itemsize)
+    geometry = CacheGeometry.from_config(model.config)
     (rows,) = parse_budget(cell.budget).resolve_rows(
         prompt_tokens=[prompt_tokens],
-        owners_per_row=sum(cache.stored_rows(layer).shape[1] for layer in range(cache.num_layers)),
-        row_bytes=row_bytes,
+        owners_per_row=geometry.num_layers * cache.composition.stored_heads(geometry),
+        row_bytes=geometry.row_bytes(model.dtype.itemsize),
         minimum_rows=cache.composition.minimum_rows,
     )
     return rows

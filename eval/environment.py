@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from ..attach import attached_backend
-from ..contract.canonical import sha256_of
+from ..contract.canonical import canonical_json, sha256_of
 from ..errors import ConfigError
+from ..geometry import text_config
 from .model_loading import LoadedModel
 from .prompting import PromptEncoder
 from .records import SCHEMA_VERSION
@@ -51,7 +52,7 @@ def describe(loaded: LoadedModel, *, threads: int, jobs: int) -> dict[str, Any]:
         "threads": threads,
         "jobs": jobs,
         "backend": attached_backend(loaded.model) or str(loaded.model.config._attn_implementation),
-        "batch": 1,
+        "batch_size": 1,
     }
 
 
@@ -84,7 +85,16 @@ def identity(loaded: LoadedModel, encoder: PromptEncoder) -> dict[str, Any]:
         "tokenizer_sha256": encoder.tokenizer_sha256,
         "template_sha256": encoder.template_sha256,
         "uses_chat_template": encoder.uses_chat_template,
+        "positional_contract": _positions(text_config(loaded.model.config)),
     }
+
+
+def _positions(config: Any) -> str:
+    """How the model knows positions, in a line."""
+    rotary = getattr(config, "rope_parameters", None)
+    limit = getattr(config, "max_position_embeddings", None)
+    kind = f"rotary {canonical_json(rotary)}" if rotary else "not rotary"
+    return f"{kind}, {limit} positions"
 
 
 def _without_attention(config: dict[str, Any]) -> dict[str, Any]:

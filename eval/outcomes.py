@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,14 +14,29 @@ from ..errors import (
     UnsupportedModelError,
 )
 
-__all__ = ["DID_NOT_ACT", "DONE", "EQUALS_FULL", "OK", "Outcome", "outcome_of_error", "status_of_error"]
+if TYPE_CHECKING:
+    from .statistics import Difference
+
+__all__ = [
+    "DEFAULT_DELTA",
+    "DID_NOT_ACT",
+    "DONE",
+    "EQUALS_FULL",
+    "OK",
+    "Outcome",
+    "outcome_of_difference",
+    "outcome_of_error",
+    "status_of_error",
+]
 
 OK = "ok"
-# The budget holds the longest prompt of the cell: the policy is the full cache, so nothing is run.
-EQUALS_FULL = "equals full"
+EQUALS_FULL = "equals-full"
 # What need not be tried again.
 DONE = (OK, EQUALS_FULL)
 DID_NOT_ACT = "failed: policy did not act"
+
+# A loss of score up to this much is none to speak of.
+DEFAULT_DELTA = 0.05
 
 
 class Outcome(StrEnum):
@@ -32,6 +48,24 @@ class Outcome(StrEnum):
     CHECKPOINT_INCOMPATIBLE = "checkpoint-incompatible"
     BACKEND_INCOMPATIBLE = "backend-incompatible"
     UNMEASURED = "unmeasured"
+    # Beyond the protocol: the budget takes nothing from any prompt, so the full cache's result is its own.
+    EQUALS_FULL = "equals-full"
+
+
+# What need not be tried again.
+DONE = (OK, EQUALS_FULL)
+
+
+def outcome_of_difference(difference: Difference, delta: float) -> Outcome:
+    """The class of a measured `policy - full` in score; unmeasured where the examples are too few to say.
+
+    Degraded: the whole interval lies below `-delta`. Valid: it lies above, and the examples are enough to have met a
+    loss. An interval with `-delta` in it shows neither.
+    """
+    if difference.high < -delta:
+        return Outcome.QUALITY_DEGRADED
+    is_valid = difference.low > -delta and difference.supports_absence
+    return Outcome.QUALITY_VALID if is_valid else Outcome.UNMEASURED
 
 
 def outcome_of_error(error: Exception) -> Outcome:

@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import ConfigError
-from .outcomes import OK
+from .outcomes import DEFAULT_DELTA, Outcome
 from .pairing import BASELINES, pairs
 from .records import Row
 from .statistics import SMOKE_BELOW, Interval
-from .summary import VERDICT_FROM, CellSummary, summarise
+from .summary import CellSummary, summarise
 
 __all__ = [
     "BYTES_NOTE",
     "COLUMNS",
     "COST_COLUMNS",
     "RunSource",
+    "delta_of",
     "depth_table",
     "paired_table",
     "quality_table",
@@ -77,7 +78,12 @@ def summaries_of(source: RunSource) -> list[CellSummary]:
     rows = source.rows()
     if not rows:
         raise ConfigError(f"{source.path} holds no rows yet. Run `kvpolicy eval run` with --out there first.")
-    return summarise(rows)
+    return summarise(rows, delta=delta_of(source.read_run()))
+
+
+def delta_of(run: Mapping[str, Any]) -> float:
+    """The loss of score that this run holds to be none."""
+    return float(run.get("delta", DEFAULT_DELTA))
 
 
 def write_report(source: RunSource, out: Path) -> list[CellSummary]:
@@ -112,7 +118,7 @@ def tables(summaries: Iterable[CellSummary]) -> list[tuple[str, list[CellSummary
 
 
 def table_cells(summary: CellSummary) -> list[str]:
-    """One table row as text; a failed cell has its reason and no numbers."""
+    """One table row as text; a cell without a result has its status and no numbers."""
     measured = summary.measured
     if measured is None:
         return [summary.cell.label, "", summary.status, "", "", "", "", "", "", "", str(summary.outcome)]
@@ -139,11 +145,11 @@ def report_markdown(run: Mapping[str, Any], summaries: list[CellSummary], image:
         lines += ["", f"## {title}", "", *_markdown_table(COLUMNS, map(table_cells, group))]
         for heading, table in (("Paired differences", paired_table(group)), ("By depth", depth_table(group))):
             lines += ["", f"### {heading}", "", *table] if table else []
-    failed = [summary for summary in summaries if summary.status != OK]
+    failed = [summary for summary in summaries if summary.has_failed]
     if failed:
         lines += ["", "## Failed cells", "", "They carry no score and enter no mean.", ""]
         lines += [f"- {_where(summary)}: {summary.status}. {summary.reason}" for summary in failed]
-    return "\n".join([*lines, "", *_notes()]) + "\n"
+    return "\n".join([*lines, "", *_notes(delta_of(run))]) + "\n"
 
 
 def quality_table(group: Iterable[CellSummary]) -> list[str]:
@@ -199,18 +205,19 @@ def _place(environment: Mapping[str, Any]) -> str:
     return "Ran with " + ", ".join(f"{name} {value}" for name, value in sorted(environment.items())) + "."
 
 
-def _notes() -> list[str]:
+def _notes(delta: float) -> list[str]:
     return [
         "## Reading this",
         "",
         "- Score: share of gold answers that occur in the greedy output. NLL: nats per token of the gold answer,",
         "  fed token by token.",
-        "- Intervals: 95% percentile bootstrap over examples. Outcome: paired with the full cache, example by example;",
-        "  degraded means that the interval of the difference in score or NLL excludes zero.",
-        "- Paired differences: this policy minus the other on the same examples at the same budget, with the 95%",
-        "  bootstrap interval over examples. By depth: score / NLL of the examples whose needle lies there; 0 is the",
-        "  beginning of the text.",
-        f"- no verdict: fewer than {VERDICT_FROM} examples showed no loss, which does not show that there is none.",
+        "- Intervals, 95%, over examples: Wilson's for right-or-wrong scores and Tango's for their paired differences;",
+        "  a BCa bootstrap for graded scores and for NLL.",
+        "- Outcome: the score minus the full cache's, example by example. degraded: the whole interval",
+        f"  lies below -{delta:g}; valid: above it, at {SMOKE_BELOW} examples or more; otherwise the examples are too",
+        "  few to say. equals-full: the budget takes nothing from any prompt, so nothing was run.",
+        "- Paired differences: this policy minus the other on the same examples at the same budget. By depth: score",
+        "  / NLL of the examples whose needle lies there; 0 is the beginning of the text.",
         f"- smoke: fewer than {SMOKE_BELOW} examples; shows that things run, supports no claim.",
         "- Rows are per layer and head; rows and MiB are what the cache held right after the prompt. Every prompt",
         "  carries its question, so selection is question-aware. Prompts are sized, never truncated.",
@@ -223,12 +230,13 @@ def _where(summary: CellSummary) -> str:
 
 
 def _outcome(summary: CellSummary) -> str:
-    """The outcome, with its reservation: a difference not seen in a few examples is no absence of one."""
+    """The outcome with its reservation: what the examples cannot show is said, not left out."""
     if not summary.interpretable:
         return "not interpretable"
-    if summary.is_withheld:
-        return f"no verdict (n < {VERDICT_FROM})"
-    return f"{summary.outcome}{' (smoke)' if summary.is_smoke else ''}"
+    smoke = " (smoke)" if summary.is_smoke else ""
+    if summary.outcome is Outcome.UNMEASURED:
+        return f"{summary.outcome}: {summary.reason}{smoke}"
+    return f"{summary.outcome}{smoke}"
 
 
 def _interval(interval: Interval) -> str:

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
+from ..cache import PolicyCache
 from ..contract.canonical import sha256_of
-from . import cells, environment, outcomes
-from .acting import equals_full
+from ..errors import KVPolicyError
+from . import acting, cells, environment, outcomes
 from .cells import Cell, TaskPoint
 from .dense_prompts import DensePrompts
 from .engine import CacheBuilder
 from .model_loading import LoadedModel
+from .policy_coordinates import policy_coordinates
 from .progress import Progress
 from .prompting import EncodedPrompt, PromptEncoder
 from .records import Row
@@ -43,7 +45,8 @@ class _PlannedCell:
 
     cell: Cell
     key: str
-    longest_prompt_tokens: int
+    # Of all examples of the task point, so that all parts of a run agree.
+    prompt_tokens: list[int]
     refused: bool = False
     # Unknown until a cache is built for it.
     equals_full: bool | None = None
@@ -76,6 +79,10 @@ class _Session:
             "identity_sha256": self.identity_sha256,
             "model_source": self.loaded.source,
             "tasks": {task.name: dict(make_task(task.name, task.params).provenance) for task in self.config.tasks},
+            "delta": self.config.delta,
+            "decode_mode": "greedy",
+            "nll_mode": "the gold answer fed token by token",
+            "parallelism": "one device a process",
             "evidence_class": "locally measured",
             "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         }
@@ -143,10 +150,10 @@ def _save_examples(session: _Session, point: TaskPoint, examples: list[Example])
 
 def _plan(session: _Session, point: TaskPoint, examples: list[Example], first_order: int) -> list[_PlannedCell]:
     """The cells of a task point, in order."""
-    longest = max(len(session.encoder.encode(example).token_ids) for example in examples)
+    prompt_tokens = [len(session.encoder.encode(example).token_ids) for example in examples]
     planned = []
     for order, cell in enumerate(cells.cells_at(session.config, point), first_order):
-        entry = _PlannedCell(cell=cell, key=cell.key(session.identity_sha256), longest_prompt_tokens=longest)
+        entry = _PlannedCell(cell=cell, key=cell.key(session.identity_sha256), prompt_tokens=prompt_tokens)
         session.directory.open_cell(cell, entry.key, order)
         planned.append(entry)
     return planned
@@ -201,11 +208,14 @@ def _row(
         environment=session.environment,
     )
     if entry.equals_full is None:
-        entry.equals_full = equals_full(cell, session.build, session.loaded.model, entry.longest_prompt_tokens)
+        entry.equals_full = _equals_full(session, entry)
     if entry.equals_full:
-        return dataclasses.replace(blank, status=outcomes.EQUALS_FULL)
+        # Neither a result of the policy nor a failure of it.
+        reason, equal = "the budget takes nothing from any prompt", str(outcomes.Outcome.EQUALS_FULL)
+        return dataclasses.replace(blank, status=outcomes.EQUALS_FULL, outcome=equal, reason=reason)
     try:
         cache = session.build(cell)
+        declared = policy_coordinates(cache) if isinstance(cache, PolicyCache) else {}
         trial = run_trial(session.loaded, cell, example, encoded, cache, metric=task.metric, dense=dense)
     except Exception as error:  # a failing cell is a result, and the sweep goes on
         return dataclasses.replace(
@@ -221,8 +231,23 @@ def _row(
             outcome=str(outcomes.Outcome.UNMEASURED),
             reason=trial.did_not_act,
             cache=trial.cache,
+            policy=declared,
         )
-    return dataclasses.replace(blank, quality=trial.quality, cache=trial.cache, timing=trial.timing)
+    return dataclasses.replace(blank, quality=trial.quality, cache=trial.cache, timing=trial.timing, policy=declared)
+
+
+def _equals_full(session: _Session, entry: _PlannedCell) -> bool:
+    """Whether the cell's budget takes nothing from any prompt; a cell that is refused is left to fail by itself."""
+    if entry.cell.budget is None:
+        return False
+    try:
+        cache = session.build(entry.cell)
+    except Exception:  # the cell's first example fails in the same way, and says so
+        return False
+    try:
+        return acting.equals_full(entry.cell, cache, session.loaded.model, entry.prompt_tokens)
+    except KVPolicyError:
+        return False
 
 
 def _example_record(example: Example, encoded: EncodedPrompt) -> dict[str, Any]:

@@ -10,17 +10,16 @@ from typing import Any
 from ..contract.canonical import canonical_json
 from .cells import Cell
 from .metrics.answer_nll import AnswerNLL
-from .outcomes import OK, Outcome
+from .outcomes import DEFAULT_DELTA, EQUALS_FULL, OK, Outcome, outcome_of_difference
 from .records import Row
-from .statistics import SMOKE_BELOW, Interval, bootstrap_mean, paired_difference
+from .statistics import SMOKE_BELOW, Interval, bootstrap_mean, mean_interval, paired_difference
 
-__all__ = ["VERDICT_FROM", "CellSummary", "Measured", "summarise"]
-
-# With fewer examples an interval that includes zero is no sign of quality, so "quality-valid" is not given.
-VERDICT_FROM = 10
+__all__ = ["CellSummary", "Measured", "by_cell", "summarise"]
 
 # Below this the full cache itself cannot do the task, and a policy's score says nothing about the policy.
 _CANARY_SCORE = 0.5
+_NOT_INTERPRETABLE = "the full cache does not solve this task, or was not run"
+_NOT_INTERPRETABLE = "the full cache does not solve this task, or was not run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +36,8 @@ class Measured:
     prompt_rows_max: int
     kept_ratio: float
     measured_bytes: float
+    # K/V of live rows, and what a policy keeps beside them; slots without a row are left out.
+    resident_bytes: float
     full_kv_bytes: float
     prefill_s: float
     decode_ms_per_token: float
@@ -48,7 +49,10 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellSummary:
-    """One cell, seeds pooled. `measured` is None when any of its rows failed."""
+    """One cell, seeds pooled. `measured` is None when any of its rows failed, or when it was not run.
+
+    `reason` says why it failed, or why nothing can be said.
+    """
 
     cell: Cell
     status: str
@@ -63,21 +67,30 @@ class CellSummary:
         return self.measured is None or self.measured.n < SMOKE_BELOW
 
     @property
-    def is_withheld(self) -> bool:
-        """Whether it ran, no loss was seen, and the examples are too few to say that there is none."""
-        return self.interpretable and self.outcome is Outcome.UNMEASURED and self.measured is not None
+    def has_failed(self) -> bool:
+        """Whether it was run and gave no result."""
+        return self.status not in (OK, EQUALS_FULL)
 
 
-def summarise(rows: Iterable[Row]) -> list[CellSummary]:
-    """Group rows by cell (seeds pooled) and summarise each, in the order in which cells first appear."""
-    groups: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        groups[_group_key(row.cell)].append(row)
-    measured = {key: _measure(group) for key, group in groups.items() if _failure(group) is None}
+def summarise(rows: Iterable[Row], *, delta: float = DEFAULT_DELTA) -> list[CellSummary]:
+    """Group rows by cell (seeds pooled) and summarise each, in the order in which cells first appear.
+
+    `delta` is the loss of score that is still held to be none.
+    """
+    groups = by_cell(rows)
+    measured = {key: _measure(group) for key, group in groups.items() if _unfinished(group) is None}
     baselines = {
         _point(groups[key][0].cell): found for key, found in measured.items() if groups[key][0].cell["policy"] == "full"
     }
-    return [_summary(group, measured.get(key), baselines) for key, group in groups.items()]
+    return [_summary(group, measured.get(key), baselines, delta) for key, group in groups.items()]
+
+
+def by_cell(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows by what their cells ask for, seeds pooled, in the order in which cells first appear."""
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[_group_key(row.cell)].append(row)
+    return groups
 
 
 def _group_key(cell: Mapping[str, Any]) -> str:
@@ -88,42 +101,42 @@ def _point(cell: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(cell[name] for name in ("task", "length_tokens", "max_new_tokens", "query_aware"))
 
 
-def _failure(group: list[Row]) -> Row | None:
+def _unfinished(group: list[Row]) -> Row | None:
+    """The first row that has no result: it failed, or there was nothing to run."""
     return next((row for row in group if row.status != OK), None)
 
 
-def _summary(group: list[Row], measured: Measured | None, baselines: Mapping[tuple[Any, ...], Measured]) -> CellSummary:
-    cell, failed = Cell(**group[0].cell), _failure(group)
+def _summary(
+    group: list[Row], measured: Measured | None, baselines: Mapping[tuple[Any, ...], Measured], delta: float
+) -> CellSummary:
+    cell, unfinished = Cell(**group[0].cell), _unfinished(group)
     baseline = baselines.get(_point(group[0].cell))
     interpretable = baseline is not None and baseline.score.mean >= _CANARY_SCORE
-    if failed is not None:
-        outcome = Outcome(failed.outcome or Outcome.UNMEASURED)
+    if unfinished is not None:
+        outcome, reason = Outcome(unfinished.outcome or Outcome.UNMEASURED), unfinished.reason
+    elif not interpretable or measured is None or baseline is None:
+        outcome, reason = Outcome.UNMEASURED, _NOT_INTERPRETABLE
     else:
-        outcome = _quality_outcome(measured, baseline) if interpretable else Outcome.UNMEASURED
+        outcome, reason = _quality_outcome(measured, baseline, delta)
     return CellSummary(
         cell=cell,
-        status=OK if failed is None else failed.status,
-        reason=None if failed is None else failed.reason,
+        status=OK if unfinished is None else unfinished.status,
+        reason=reason,
         outcome=outcome,
         interpretable=interpretable,
         measured=measured,
     )
 
 
-def _quality_outcome(measured: Measured | None, baseline: Measured | None) -> Outcome:
-    """Degraded when the paired interval of the score lies below zero, or that of the NLL above it.
-
-    Too few examples can show a loss, but not that there is none: those stay unmeasured.
-    """
-    if measured is None or baseline is None:
-        return Outcome.UNMEASURED
-    score = paired_difference(measured.scores, baseline.scores)
-    nll = paired_difference(measured.nlls, baseline.nlls)
-    if score is None or nll is None:
-        return Outcome.UNMEASURED
-    if score.high < 0 or nll.low > 0:
-        return Outcome.QUALITY_DEGRADED
-    return Outcome.QUALITY_VALID if measured.n >= VERDICT_FROM else Outcome.UNMEASURED
+def _quality_outcome(measured: Measured, baseline: Measured, delta: float) -> tuple[Outcome, str | None]:
+    """Compared with the full cache example by example; the full cache itself is what the others are measured by."""
+    if measured is baseline:
+        return Outcome.QUALITY_VALID, None
+    difference = paired_difference(measured.scores, baseline.scores)
+    if difference is None:
+        return Outcome.UNMEASURED, "no example that the full cache has as well"
+    outcome = outcome_of_difference(difference, delta)
+    return outcome, f"inconclusive at n = {difference.n}" if outcome is Outcome.UNMEASURED else None
 
 
 def _measure(group: list[Row]) -> Measured:
@@ -137,7 +150,7 @@ def _measure(group: list[Row]) -> Measured:
     nlls = [q.answer_nll for q in quality]
     return Measured(
         n=len(group),
-        score=bootstrap_mean([q.score for q in quality]),
+        score=mean_interval([q.score for q in quality]),
         answer_nll=bootstrap_mean(nlls),
         perplexity=nll["perplexity"],
         empty_outputs=sum(not q.output_text.strip() for q in quality),
@@ -146,6 +159,7 @@ def _measure(group: list[Row]) -> Measured:
         prompt_rows_max=max(c.prompt_rows_max for c in cache),
         kept_ratio=_mean(c.kept_ratio for c in cache),
         measured_bytes=_mean(c.measured_bytes for c in cache),
+        resident_bytes=_mean(c.measured_bytes - c.slack_bytes for c in cache),
         full_kv_bytes=_mean(c.full_kv_bytes for c in cache),
         prefill_s=_mean(t.prefill_s for t in timing),
         decode_ms_per_token=_mean(t.decode_ms_per_token for t in timing),

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from ..allocation.budget import parse_budget
 from ..errors import ConfigError, did_you_mean
 from . import fields
+from .outcomes import DEFAULT_DELTA
 from .tasks.registry import make_task
 
 __all__ = [
@@ -38,6 +39,7 @@ _SWEEP_KEYS = (
     "jobs",
     "include_random",
     "share_prefill",
+    "delta",
 )
 
 
@@ -87,6 +89,8 @@ class SweepConfig:
     threads: int
     jobs: int
     share_prefill: bool
+    # The loss of score against the full cache that is still held to be none.
+    delta: float
     document: Mapping[str, Any]
 
 
@@ -150,6 +154,7 @@ def parse_sweep(document: Mapping[str, Any]) -> SweepConfig:
         threads=fields.integer(document.get("threads", 1), where="threads", minimum=1),
         jobs=fields.integer(document.get("jobs", 1), where="jobs", minimum=1),
         share_prefill=fields.boolean(document.get("share_prefill", True), where="share_prefill"),
+        delta=_delta(document.get("delta", DEFAULT_DELTA)),
         document=dict(document),
     )
 
@@ -201,6 +206,12 @@ def _query_aware(value: Any) -> tuple[bool, ...]:
     if not values or not all(isinstance(item, bool) for item in values) or len(set(values)) < len(values):
         raise ConfigError(f"query_aware must be true, false or [true, false]; got {value!r}.")
     return tuple(values)
+
+
+def _delta(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < 1.0:
+        raise ConfigError(f"delta is a loss of score that is held to be none, a number in [0, 1); got {value!r}.")
+    return float(value)
 
 
 def _policy(value: Any, budgets: tuple[BudgetValue, ...], index: int) -> PolicySpec:

@@ -17,6 +17,7 @@ __all__ = [
     "IntegrityError",
     "KVPolicyError",
     "ManifestError",
+    "NotComparableError",
     "SelectionError",
     "StaleGenerationError",
     "UnsupportedModelError",
@@ -30,6 +31,10 @@ class KVPolicyError(Exception):
 
 class ConfigError(KVPolicyError, ValueError):
     """An option, argument or call does not fit what the library accepts."""
+
+
+class NotComparableError(ConfigError):
+    """Results are asked to be ranked that differ in what their numbers depend on."""
 
 
 class ManifestError(KVPolicyError, ValueError):

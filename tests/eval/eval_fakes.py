@@ -21,6 +21,10 @@ CHAT_TEMPLATE = (
 )
 
 
+def _composition() -> Any:
+    return SimpleNamespace(minimum_rows=1, stored_heads=lambda geometry: geometry.num_kv_heads)
+
+
 @dataclass
 class FakeCache(DynamicCache):
     """Keeps the last `keep_rows` rows of a prompt (all when None); counts as an engine cache does."""
@@ -31,7 +35,7 @@ class FakeCache(DynamicCache):
     statistics: Any = field(
         default_factory=lambda: SimpleNamespace(forwards=0, publications=0, selections=0, rows_dropped=0)
     )
-    composition: Any = field(default_factory=lambda: SimpleNamespace(minimum_rows=1))
+    composition: Any = field(default_factory=_composition)
     manifest: Any = field(default_factory=lambda: SimpleNamespace(sha256="0" * 64))
 
     def __post_init__(self) -> None:

@@ -10,7 +10,6 @@ pytest.importorskip("evaluate")
 
 from hf_kvpolicy.eval.metrics.answer_nll import AnswerNLL
 from hf_kvpolicy.eval.metrics.needle_match import NeedleMatch, needle_match
-from hf_kvpolicy.eval.statistics import bootstrap_mean, paired_difference
 
 
 @pytest.mark.parametrize(
@@ -40,19 +39,3 @@ def test_answer_nll_weighs_examples_and_tokens() -> None:
     assert found["answer_nll"] == pytest.approx(1.5)
     assert found["token_nll"] == pytest.approx(1.75)
     assert found["perplexity"] == pytest.approx(math.exp(1.75))
-
-
-def test_bootstrap_is_repeatable_and_brackets_the_mean() -> None:
-    values = [0.0, 1.0] * 50
-    interval = bootstrap_mean(values)
-    assert interval == bootstrap_mean(values)
-    assert interval.mean == 0.5
-    # The normal approximation gives 0.5 -+ 1.96 * 0.05.
-    assert (interval.low, interval.high) == pytest.approx((0.40, 0.60), abs=0.02)
-
-
-def test_paired_difference_uses_shared_examples_only() -> None:
-    interval = paired_difference({"a": 1.0, "b": 2.0, "c": 9.0}, {"a": 0.0, "b": 1.0, "d": 5.0})
-    assert interval is not None
-    assert (interval.mean, interval.low, interval.high) == (1.0, 1.0, 1.0)
-    assert paired_difference({"a": 1.0}, {"b": 1.0}) is None

@@ -66,7 +66,7 @@ def test_the_tables_of_differences_and_depths() -> None:
     assert paired_table(summaries) == [
         "| policy | score - full | NLL - full |",
         "| --- | --- | --- |",
-        "| h2o @ 64 | 0.00 [0.00, 0.00] | 0.00 [0.00, 0.00] |",
+        "| h2o @ 64 | 0.00 [-0.49, 0.49] | 0.00 [0.00, 0.00] |",
     ]
     assert depth_table(summaries)[0] == "| policy | depth 0 | depth 0.5 |"
     assert depth_table(summaries)[-1] == "| h2o @ 64 | 1.00 / 0.10 | 1.00 / 0.10 |"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,9 @@ def full(count: int = 8, output: str = "7") -> list[Row]:
     return [made_row("full", index, output=output) for index in range(count)]
 
 
-def folder_with(rows: list[Row], path: Path) -> RunDirectory:
+def folder_with(rows: list[Row], path: Path, **run: Any) -> RunDirectory:
     directory = RunDirectory(path)
-    directory.begin({name: value for name, value in RUN.items() if name != "environments"})
+    directory.begin({name: value for name, value in {**RUN, **run}.items() if name != "environments"})
     for key, place in RUN["environments"].items():
         directory.add_environment(key, place)
     for order, row in enumerate(rows):
@@ -50,26 +51,57 @@ def folder_with(rows: list[Row], path: Path) -> RunDirectory:
     return directory
 
 
+def policy(right: int, count: int, budget: int = 64) -> list[Row]:
+    """Rows of which the first `right` are right."""
+    return [made_row("snapkv", i, budget=budget, output="7" if i < right else "wrong") for i in range(count)]
+
+
 def test_outcomes_compare_with_the_full_cache_example_by_example() -> None:
-    good = [made_row("snapkv", index, budget=128) for index in range(10)]
-    bad = [made_row("snapkv", index, budget=64, output="wrong") for index in range(10)]
-    summaries = summarise([*full(10), *good, *bad])
+    """Of 100 examples the full cache is right on all. Tango: of 100, 0 lost is [-0.04, 0.04], 20 is [-0.29, -0.12]."""
+    summaries = summarise([*full(100), *policy(100, 100, 512), *policy(96, 100, 256), *policy(80, 100, 128)])
     assert [s.outcome for s in summaries] == [
         Outcome.QUALITY_VALID,
         Outcome.QUALITY_VALID,
+        Outcome.UNMEASURED,
         Outcome.QUALITY_DEGRADED,
     ]
-    assert [s.measured.score.mean for s in summaries if s.measured] == [1.0, 1.0, 0.0]
-    assert all(s.is_smoke for s in summaries)
+    assert [s.measured.score.mean for s in summaries if s.measured] == [1.0, 1.0, 0.96, 0.8]
+    assert summaries[2].reason == "inconclusive at n = 100"
+    assert table_cells(summaries[2])[-1] == "unmeasured: inconclusive at n = 100"
 
 
 def test_a_few_examples_can_show_a_loss_but_not_that_there_is_none() -> None:
-    good = [made_row("snapkv", index, budget=128) for index in range(9)]
-    bad = [made_row("snapkv", index, budget=64, output="wrong") for index in range(9)]
-    summaries = summarise([*full(9), *good, *bad])
-    assert [s.outcome for s in summaries] == [Outcome.UNMEASURED, Outcome.UNMEASURED, Outcome.QUALITY_DEGRADED]
-    assert [s.is_withheld for s in summaries] == [True, True, False]
-    assert table_cells(summaries[1])[-1] == "no verdict (n < 10)"
+    summaries = summarise([*full(9), *policy(9, 9, 128), *policy(0, 9, 64)])
+    assert [s.outcome for s in summaries] == [Outcome.QUALITY_VALID, Outcome.UNMEASURED, Outcome.QUALITY_DEGRADED]
+    assert table_cells(summaries[1])[-1] == "unmeasured: inconclusive at n = 9 (smoke)"
+    assert all(s.is_smoke for s in summaries)
+
+
+def test_graded_scores_that_are_all_equal_need_examples_enough() -> None:
+    """A bootstrap of equal differences has no width, at two examples as at fifty."""
+
+    def graded(name: str, count: int) -> list[Row]:
+        rows = [made_row(name, i, budget=None if name == "full" else 64) for i in range(count)]
+        return [replace(row, quality=replace(row.quality, score=0.75)) for row in rows if row.quality]
+
+    outcomes = [summarise([*graded("full", n), *graded("snapkv", n)])[1].outcome for n in (2, 49, 50)]
+    assert outcomes == [Outcome.UNMEASURED, Outcome.UNMEASURED, Outcome.QUALITY_VALID]
+
+
+def test_a_loss_within_delta_is_none() -> None:
+    """Of 100 examples 4 are lost: [-0.10, -0.01]. Whether that is a loss depends on what is held to be none."""
+    rows = [*full(100), *policy(96, 100)]
+    assert [summarise(rows, delta=delta)[1].outcome for delta in (0.0, 0.05, 0.1)] == [
+        Outcome.QUALITY_DEGRADED,
+        Outcome.UNMEASURED,
+        Outcome.QUALITY_VALID,
+    ]
+
+
+def test_the_report_uses_the_delta_of_its_run(tmp_path: Path) -> None:
+    directory = folder_with([*full(100), *policy(96, 100)], tmp_path, delta=0.1)
+    assert write_report(directory, tmp_path)[1].outcome is Outcome.QUALITY_VALID
+    assert "lies below -0.1" in (tmp_path / "report.md").read_text()
 
 
 def test_fifty_examples_are_no_smoke() -> None:
@@ -136,7 +168,7 @@ def test_report_has_tables_failures_and_a_picture(tmp_path: Path, capsys: pytest
     rows = [*full(), *[made_row("snapkv", index, budget=64) for index in range(8)], failed]
     print_tables(write_report(folder_with(rows, tmp_path), tmp_path))
     text = (tmp_path / "report.md").read_text()
-    assert "| full | 8 smoke | 1.00 [1.00, 1.00] |" in text
+    assert "| full | 8 smoke | 1.00 [0.68, 1.00] |" in text
     assert "| snapkv @ 64 | 8 smoke |" in text
     assert "64.0 (64-64) | 0.128 | 0.062 | 13.1% |" in text
     assert "random @ 64: failed: x. why" in text

@@ -8,18 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("evaluate")
+
 from eval_fakes import FakeCache, fake_builder, tiny_loaded
 
 from hf_kvpolicy.errors import BackendAdmissionError, ConfigError
+from hf_kvpolicy.eval import acting
 from hf_kvpolicy.eval.cells import Cell
 from hf_kvpolicy.eval.environment import oversubscription_warning
 from hf_kvpolicy.eval.model_loading import LoadedModel
+from hf_kvpolicy.eval.outcomes import Outcome
 from hf_kvpolicy.eval.records import Row
+from hf_kvpolicy.eval.report import table_cells
 from hf_kvpolicy.eval.run_directory import RunDirectory
 from hf_kvpolicy.eval.runner import RunOutcome, run_sweep
+from hf_kvpolicy.eval.summary import summarise
 from hf_kvpolicy.eval.sweep import SweepConfig, parse_sweep
-
-pytest.importorskip("evaluate")
 
 
 def config(**changes: Any) -> SweepConfig:
@@ -105,12 +110,34 @@ def test_a_policy_that_grows_past_its_budget_while_decoding_fails(loaded: Loaded
     assert "67.0 rows a head are stored after decoding" in str(rows_of(rows, "snapkv")[0].reason)
 
 
-def test_a_budget_larger_than_the_prompt_is_no_failure(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_a_budget_that_takes_nothing_is_not_run_and_has_not_failed(loaded: LoadedModel, tmp_path: Path) -> None:
     outcome, rows = run(loaded, tmp_path, budgets=[5000])
-    assert outcome == RunOutcome(written=6, skipped=0, failed=0)
+    assert outcome.failed == 0
     assert {row.status for row in rows_of(rows, "full")} == {"ok"}
-    assert {row.status for row in rows_of(rows, "snapkv")} == {"equals full"}
-    assert all(row.quality is None for row in rows_of(rows, "snapkv")), "it was not run"
+    equal = rows_of(rows, "snapkv")
+    assert {(row.status, row.outcome, row.quality, row.cache) for row in equal} == {
+        ("equals-full", "equals-full", None, None)
+    }
+    summaries = {summary.cell.policy: summary for summary in summarise(rows)}
+    assert summaries["snapkv"].outcome is Outcome.EQUALS_FULL
+    assert not summaries["snapkv"].has_failed
+    assert table_cells(summaries["snapkv"])[-1] == "equals-full"
+    again, _ = run(loaded, tmp_path, lambda cell: pytest.fail("a cache was built"), budgets=[5000])
+    assert again.written == 0
+
+
+@pytest.mark.parametrize(("budget", "equal"), [(600, True), (599, False), (1.0, True), (0.99, False)])
+def test_a_cell_is_run_when_its_budget_binds_on_one_prompt(budget: int | float, equal: bool) -> None:
+    cache, model = FakeCache(), tiny_loaded().model
+    cell = Cell(task="needle", length_tokens=600, policy="snapkv", budget=budget)
+    assert acting.equals_full(cell, cache, model, [100, 600]) is equal
+
+
+def test_byte_budgets_are_resolved_before_a_cache_holds_anything() -> None:
+    """Two layers, two KV heads, head dimension 8, fp32: a row of all owners takes 2 * 2 * 64 bytes."""
+    cache, model = FakeCache(), tiny_loaded().model
+    cells = [Cell(task="needle", length_tokens=9, policy="snapkv", budget=f"{256 * rows}B") for rows in (60, 59)]
+    assert [acting.equals_full(cell, cache, model, [60]) for cell in cells] == [True, False]
 
 
 @pytest.mark.parametrize(

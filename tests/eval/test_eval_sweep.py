@@ -36,6 +36,14 @@ def test_full_comes_first_and_random_runs_at_the_same_budgets() -> None:
     assert [p.name for p in parse_sweep(changed(include_random=False)).policies] == ["full", "snapkv"]
 
 
+def test_the_loss_that_is_none_is_part_of_the_sweep() -> None:
+    assert parse_sweep(BASE).delta == 0.05
+    assert parse_sweep(changed(delta=0.1)).delta == 0.1
+    for delta in (-0.1, 1, "small", True):
+        with pytest.raises(ConfigError, match="a number in"):
+            parse_sweep(changed(delta=delta))
+
+
 def test_cells_cross_options_budgets_lengths_and_seeds() -> None:
     config = parse_sweep(changed(seeds=[0, 1]))
     points = list(task_points(config))
