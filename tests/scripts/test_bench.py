@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_lib import answer
 from bench_lib.curve import CONTROL, curve_measures, tenths
 from bench_lib.memory import dynamic_cache_bytes, formula_bytes
 from bench_lib.models import POLICIES, RAGGED, stock_twin
@@ -122,6 +123,17 @@ def test_votes_of_a_pruned_prompt_take_what_the_ledger_charges(
     )
     found = tracked_peak_bytes(lambda: evidence.votes(observation, group="mean", score_heads=1))
     assert found <= evidence.workspace_bytes(observation.queries_BQWD, rows) <= 1.5 * found
+
+
+def test_an_answer_is_compared_at_equal_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, tokens in (("PROMPT_TOKENS", 90), ("WARM_UP_TOKENS", 40), ("RUN_TOKENS", 8)):
+        monkeypatch.setattr(answer, name, tokens)
+    with torch.inference_mode():
+        (measure,) = answer.answer_measures("cpu", torch.float32, [1], rounds=2)
+    assert measure.value > 0
+    assert measure.details["rounds"] == 2
+    rows = int(measure.name.split()[1])
+    assert 100 < rows < 90 + 40 + 8
 
 
 def test_stock_twin_shares_weights_but_not_the_config(model: LlamaForCausalLM) -> None:

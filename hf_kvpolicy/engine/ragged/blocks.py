@@ -24,7 +24,6 @@ from ...evidence import RecentAttention, reduce_group
 from ...frame import LayerStep
 from ...masks import MaskRecord
 from ...selection import keep_best
-from ...storage import stored_tensors
 from ..decide import check_finite
 from ..inputs import ForwardInputs
 from ..snapshot import Snapshot
@@ -84,8 +83,7 @@ class BlockDecodeStep(SharedSets, RaggedAppendStep):
         base = self.base(step.layer)
         view = self.buffers[step.layer].view(base, self.tail_after.width)
         output, parts = attend_one(query, view, self._masks(record).masks(base), kwargs["scaling"])
-        with stored_tensors():
-            self._received[step.layer] = self._of_undecided(step.layer, [part.detach() for part in parts])
+        self._received[step.layer] = self._of_undecided(step.layer, [part.detach() for part in parts])
         self._workspace_bytes = max(self._workspace_bytes, sum(part.numel() for part in parts) * _WEIGHT_BYTES)
         return output
 
