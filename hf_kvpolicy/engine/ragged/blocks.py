@@ -84,7 +84,10 @@ class BlockDecodeStep(SharedSets, RaggedAppendStep):
         view = self.buffers[step.layer].view(base, self.tail_after.width)
         output, parts = attend_one(query, view, self._masks(record).masks(base), kwargs["scaling"])
         self._received[step.layer] = self._of_undecided(step.layer, [part.detach() for part in parts])
-        self._workspace_bytes = max(self._workspace_bytes, sum(part.numel() for part in parts) * _WEIGHT_BYTES)
+        # Keys in fp32 are a copy unless they are that already.
+        copied = 0 if query.dtype == torch.float32 else sum(view.lengths) * query.shape[3]
+        workspace_bytes = _WEIGHT_BYTES * sum(part.numel() for part in parts) + 4 * copied
+        self._workspace_bytes = max(self._workspace_bytes, workspace_bytes)
         return output
 
     def successor(self) -> Snapshot:
