@@ -100,8 +100,8 @@ def _selection_of(policy: Composition) -> SelectionContract:
         unit=policy.unit,
         owner=policy.owner,
         group=policy.group,
-        decision_phase=_PHASES[policy.schedule],
-        update_cadence=_CADENCES[policy.schedule],
+        decision_phase=_phase_of(policy),
+        update_cadence=_CADENCES[policy.schedule] if policy.decode_blocks is None else "periodic",
         evidence_family=policy.evidence.name,
         budget=BudgetContract(
             declared=None if budget is None else budget.declared,
@@ -113,6 +113,10 @@ def _selection_of(policy: Composition) -> SelectionContract:
         ),
         ordering="position",
     )
+
+
+def _phase_of(policy: Composition) -> str:
+    return _PHASES[policy.schedule] if policy.decode_blocks is None else "both"
 
 
 def _recent_rows(policy: Composition) -> int:
@@ -159,7 +163,7 @@ def state_of(runtime: Runtime, manifest: KVVisibilityPolicyManifest, identity: I
         parent_state_generation=_parent_state(runtime),
         source_committed_frontier=snapshot.frontier.columns,
         row_frontiers=rows,
-        decision_phase=_PHASES[policy.schedule],
+        decision_phase=_phase_of(policy),
         decision_epoch=snapshot.decision_epoch,
         positions_source=_positions_source(runtime, snapshot),
         protected_original_positions=tuple(
@@ -277,14 +281,28 @@ def _ragged_faults(snapshot: Snapshot, policy: Composition, heads: int) -> list[
         faults += _slot_faults(layer, table)
         if table.lengths_O.tolist() != list(table.lengths) or rows.starts_O.tolist() != list(rows.starts):
             faults.append(f"layer {layer} has lengths or starts that differ between host and device")
-    if snapshot.budget_rows is None or not policy.allocation.conserves:
+    if snapshot.scores_LBSWX is not None and snapshot.scores_LBSWX.shape[3] < max(snapshot.undecided_tokens):
+        faults.append(
+            f"scores of {snapshot.scores_LBSWX.shape[3]} rows are held for {max(snapshot.undecided_tokens)} undecided"
+        )
+    # Answers that decode chose among lie among the selected rows, and prompts that are appended lie between them.
+    is_mixed = policy.decode_blocks is not None and policy.on_append == "append"
+    if snapshot.budget_rows is None or not policy.allocation.conserves or is_mixed:
         return faults
     for batch, budget in enumerate(snapshot.budget_rows):
         owners = [sum(layer.map.lengths[batch * heads : (batch + 1) * heads]) for layer in snapshot.ragged]
+        if policy.decode_blocks is not None:
+            owners = [_prompt_rows(layer.map, batch, snapshot) for layer in snapshot.ragged]
         allowed = budget * heads * len(snapshot.ragged)
         if sum(owners) > allowed:
             faults.append(f"batch row {batch} holds {sum(owners)} selected rows over a total budget of {allowed}")
     return faults
+
+
+def _prompt_rows(table: RaggedMap, batch: int, snapshot: Snapshot) -> int:
+    """Return how many rows of the last prompt, and of what it competed with, the heads of a batch row hold."""
+    owners = table.owners()[batch * table.heads : (batch + 1) * table.heads]
+    return sum(int((owner.tokens_BMW < snapshot.segment_tokens[batch]).sum()) for owner in owners)
 
 
 def _slot_faults(layer: int, table: RaggedMap) -> list[str]:

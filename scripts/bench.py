@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_lib.answer import answer_measures
 from bench_lib.curve import curve_measures
 from bench_lib.device import DeviceBench
 from bench_lib.memory import byte_measures, child_report, peak_measures
@@ -28,7 +29,7 @@ from script_lib.prompts import filler_ids
 PEAK_POLICY = "snapkv"
 PEAK_ROWS = 512
 TRANSIENT_TOKENS = (4096, 8192)
-PARTS = ("decode", "prefill", "bytes", "peak", "curve", "ragged", "transient")
+PARTS = ("decode", "prefill", "bytes", "peak", "curve", "ragged", "answer", "transient")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -126,7 +127,11 @@ def main() -> int:
         note("ragged: attention alone, no model")
         with torch.inference_mode():
             measures += ragged_measures(arguments.device, DTYPES[arguments.dtype], arguments.batches, arguments.rounds)
-    if arguments.parts == ["ragged"]:
+    if "answer" in arguments.parts:
+        note("answer: rows dropped in blocks, a random model of eight layers")
+        with torch.inference_mode():
+            measures += answer_measures(arguments.device, DTYPES[arguments.dtype], arguments.batches, arguments.rounds)
+    if set(arguments.parts) <= {"ragged", "answer"}:
         return report(arguments, "", measures)
     name = resolve_model(arguments.model)
     tokenizer = load_tokenizer(name)

@@ -40,7 +40,16 @@ _SMALL: dict[str, dict[str, Any]] = {
     "h2o": {"budget": 8},
     "keyformer": {"budget": 8, "recent_ratio": 0.5},
     "pyramidkv": {"budget": 8, "window": 3, "kernel_size": 3, "beta": 4},
-    "pyramidinfer": {"budget": 8, "decay": 0.6, "sinks": 2, "min_context": 2},
+    # Every third token of an answer makes a block old enough to be chosen from.
+    "pyramidinfer": {
+        "budget": 8,
+        "decay": 0.6,
+        "sinks": 2,
+        "min_context": 2,
+        "decode_block": 3,
+        "decode_ratio": 0.7,
+        "decode_decay": 0.3,
+    },
     "zigzagkv": {"budget": 8, "window": 3, "kernel_size": 3},
     "adakv": {"budget": 8, "window": 3, "kernel_size": 3, "alpha": 0.8},
     # Importances by layer and KV head: lengths differ as far as 8 rows allow.

@@ -4,7 +4,7 @@ from .adaptive import global_top_counts, global_top_counts_reference, safeguarde
 from .apportion import apportion, apportion_reference
 from .base import UNIFORM, Allocation, Demand, UniformAllocation
 from .budget import NO_LIMIT_ROWS, Budget, parse_budget
-from .depth import DepthDecay
+from .depth import BlockDecay, DepthDecay
 from .exact import Number
 from .families import FAMILIES, FULL_FAMILY, Family, FamilyRule, FamilyTerms, HeadMass
 from .head_table import head_reference_rows, head_reference_total_rows, head_targets, query_to_kv_importance
@@ -20,6 +20,7 @@ __all__ = [
     "UNIFORM",
     "AdaptiveAllocation",
     "Allocation",
+    "BlockDecay",
     "Budget",
     "Candidate",
     "Demand",

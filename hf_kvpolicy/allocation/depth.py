@@ -1,8 +1,9 @@
-"""PyramidInfer: each layer passes a share of its context on, a smaller one the deeper it lies (section 0x08C).
+"""PyramidInfer: each layer keeps a share of its context, a smaller one the deeper it lies (section 0x08C).
 
 Source: Yang et al., "PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference" (arXiv 2405.12532),
-with the cosine schedule of the released code: r_l = d + (1 - d) (cos(pi l / L) + 1) / 2, applied to what the layer
-below left. Counts follow from lengths alone, so a whole prompt is planned before its first layer runs.
+with the cosine schedule of the released code: r_l = d + (1 - d) (cos(pi l / L) + 1) / 2. In a prompt it is applied to
+what the layer below left, in decode to blocks of so many tokens. Counts follow from lengths alone, so a whole prompt
+is planned before its first layer runs.
 
 Letters: L layers.
 """
@@ -18,7 +19,7 @@ from typing import Any
 from ..errors import ConfigError
 from .apportion import apportion
 
-__all__ = ["DepthDecay"]
+__all__ = ["BlockDecay", "DepthDecay"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class DepthDecay:
 
     def ratio(self, layer: int, layers: int) -> float:
         """Return the share of its context that one layer keeps."""
-        return (1.0 - self.decay) * (math.cos(math.pi * layer / layers) + 1) / 2 + self.decay
+        return _cosine(self.decay, layer, layers)
 
     def kept_rows(
         self, held_L: Sequence[int], new: int, *, pinned: int, mean_rows: int | None = None
@@ -85,3 +86,39 @@ class DepthDecay:
             return context
         rows = int(context * self.ratio(layer, layers))
         return rows if rows > self.min_context else context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockDecay:
+    """How many rows of a block of decode tokens each layer keeps."""
+
+    # Tokens of a block; all layers choose from it at once.
+    tokens: int
+    # The share that the first layer keeps, and the factor to which it falls with depth.
+    ratio: float
+    decay: float
+
+    def __post_init__(self) -> None:
+        """Reject blocks and shares that keep nothing.
+
+        Raises:
+            ConfigError: tokens below 1, ratio or decay outside (0, 1].
+        """
+        if isinstance(self.tokens, bool) or not isinstance(self.tokens, int) or self.tokens < 1:
+            raise ConfigError(f"decode_block={self.tokens!r} must be a whole number of at least 1, or None.")
+        for name, value in (("decode_ratio", self.ratio), ("decode_decay", self.decay)):
+            if isinstance(value, bool) or not 0.0 < value <= 1.0:
+                raise ConfigError(f"{name}={value!r} is a share of a block of decode tokens; give a number in (0, 1].")
+
+    def kept_rows(self, layer: int, layers: int) -> int:
+        """Return how many rows of a block one layer keeps, one at least."""
+        return max(1, int(self.tokens * self.ratio * _cosine(self.decay, layer, layers)))
+
+    def describe(self) -> dict[str, Any]:
+        """Return the schedule's parameters."""
+        return {"tokens": self.tokens, "ratio": self.ratio, "decay": self.decay}
+
+
+def _cosine(decay: float, layer: int, layers: int) -> float:
+    """Return the factor of one layer: 1 in the first one, near `decay` in the last."""
+    return (1.0 - decay) * (math.cos(math.pi * layer / layers) + 1) / 2 + decay

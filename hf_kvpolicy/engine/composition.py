@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..allocation import UNIFORM, Allocation, Budget, DepthDecay, FamilyRule
+from ..allocation import UNIFORM, Allocation, BlockDecay, Budget, DepthDecay, FamilyRule
 from ..errors import BudgetError, ConfigError, ManifestError, did_you_mean
 from ..evidence import GROUPS, CarriedEvidence, Evidence
 from ..geometry import CacheGeometry
@@ -62,6 +62,8 @@ class Composition:
     storage: str = "dense"
     # How many tokens of a prompt each layer passes on to the next; None passes all on.
     pruning: DepthDecay | None = None
+    # How many rows of a block of decode tokens each layer keeps; None appends them all.
+    decode_blocks: BlockDecay | None = None
     # How every head gets a policy of its own after a prompt, and the tokens it treats apart.
     families: FamilyRule | None = None
     token_kinds: TokenKinds | None = None
@@ -158,6 +160,13 @@ class Composition:
     def carries_scores(self) -> bool:
         """Whether rows carry states that every query updates."""
         return isinstance(self.evidence, CarriedEvidence)
+
+    @property
+    def before_taking_back(self) -> str:
+        """What a caller does before tokens that may be taken back."""
+        if self.decode_blocks is not None:
+            return "Work on a copy (cache.branch() or cache.fork()), or make the cache with decode_block=None."
+        return "Call cache.activate_past_recording() before the forwards that may be taken back."
 
     @property
     def bounds_every_step(self) -> bool:

@@ -29,10 +29,10 @@ def cropped(snapshot: Snapshot, removed: int) -> Snapshot:
         maps = tuple(part.before_column(frontier.columns) for part in maps)
         ragged = tuple(replace(layer, map=layer.map.before_column(frontier.columns)) for layer in ragged)
     scores = snapshot.scores_LBSWX
-    if scores is not None and from_tail:
+    if scores is not None and from_tail and not ragged:
         scores = scores[:, :, :, : scores.shape[3] - from_tail].clone()
     segment = snapshot.open_segment
-    return replace(
+    kept = replace(
         snapshot,
         frontier=frontier,
         maps=maps,
@@ -43,5 +43,15 @@ def cropped(snapshot: Snapshot, removed: int) -> Snapshot:
         if snapshot.counts
         else (),
         tail_counts=tuple(max(0, n - gone) for n, gone in zip(snapshot.tail_counts, lost, strict=True)),
+        segment_tokens=_at_most(snapshot.segment_tokens, frontier.tokens),
+        settled_tokens=_at_most(snapshot.settled_tokens, frontier.tokens),
         open_segment=None if segment is None else segment.cropped(frontier.columns),
     )
+    if scores is None or not ragged or any(kept.undecided_tokens):
+        return kept
+    # The whole answer is gone: no query that is taken back left anything in a score.
+    return replace(kept, scores_LBSWX=None)
+
+
+def _at_most(marks: tuple[int, ...], tokens: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(min(pair) for pair in zip(marks, tokens, strict=True)) if marks else ()

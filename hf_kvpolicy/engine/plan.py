@@ -11,7 +11,15 @@ from .append import AppendStep
 from .composition import Composition
 from .evict import EvictStep
 from .inputs import ForwardInputs
-from .ragged import PruningStep, RaggedAppendStep, RaggedDecodeStep, RaggedSegmentStep, plan_pruning
+from .ragged import (
+    BlockDecodeStep,
+    PruningStep,
+    RaggedAppendStep,
+    RaggedDecodeStep,
+    RaggedSegmentStep,
+    due_blocks,
+    plan_pruning,
+)
 from .ring import RingStep
 from .segment import SegmentStep
 from .snapshot import Frontier, Snapshot
@@ -27,10 +35,18 @@ MAX_ROLLBACK_TOKENS = 64
 
 
 def plan_step(runtime: Runtime, inputs: ForwardInputs) -> Step:
-    """Return the step that runs a forward: append, ring or evict, or a segment whose rows compete."""
+    """Return the step that runs a forward: append, ring or evict, or a segment whose rows compete.
+
+    Raises:
+        ConfigError: the policy would drop what the caller wants to read, or to take back.
+    """
     policy, snapshot = runtime.composition, runtime.snapshot
+    if policy.decode_blocks is not None and runtime.recording:
+        _refuse_recording(policy.policy)
     if policy.pruning is not None and not _appends(runtime, inputs):
         return _pruning_step(runtime, inputs)
+    if policy.decode_blocks is not None and inputs.length == 1:
+        return _block_step(runtime, inputs)
     if runtime.recording or policy.schedule == "never" or _appends(runtime, inputs):
         return _append_step(runtime, inputs)
     budget = budget_rows(runtime, inputs.frontier_after, inputs.batch)
@@ -84,6 +100,21 @@ def _pruning_step(runtime: Runtime, inputs: ForwardInputs) -> Step:
         return _append_step(runtime, inputs)
     _warn_consecutive(runtime, inputs)
     return PruningStep(runtime, runtime.snapshot, inputs, runtime.open_transaction(state=True), plan)
+
+
+def _block_step(runtime: Runtime, inputs: ForwardInputs) -> Step:
+    """Return the step of a decode token whose policy chooses among its answer's blocks."""
+    due = due_blocks(runtime, inputs)
+    transaction = runtime.open_transaction(state=any(due))
+    return BlockDecodeStep(runtime, runtime.snapshot.packed(), inputs, transaction, due)
+
+
+def _refuse_recording(policy: str) -> None:
+    raise ConfigError(
+        f"{policy} chooses among the tokens of an answer as they come, but past recording (assisted decoding, prompt "
+        "lookup) feeds tokens that wait for acceptance. Decode without it; or make the cache with decode_block=None, "
+        "whose answers are only appended; or use a policy that compresses at the end of a prompt, such as snapkv."
+    )
 
 
 def _append_step(runtime: Runtime, inputs: ForwardInputs) -> AppendStep:

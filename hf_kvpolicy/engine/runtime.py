@@ -208,19 +208,25 @@ class Runtime(Exclusive):
                 self.accept(removed, by_crop=True)
                 return
             left = self.snapshot.frontier.columns - (removed - waiting)
-            if self.composition.carries_scores and 0 < left < self.snapshot.frontier.columns:
-                raise StaleGenerationError(
-                    f"crop(-{removed}) would take back accepted tokens, whose queries are part of the scores of the "
-                    "rows they saw. Call cache.activate_past_recording() before the forwards that may be taken back."
-                )
+            is_partial = 0 < left < self.snapshot.frontier.columns
+            if self.composition.carries_scores and is_partial:
+                self._refuse_scored(removed)
             if left < self.snapshot.evicted_at_column:
                 raise StaleGenerationError(
                     f"crop(-{removed}) goes back to column {left}, but rows were dropped for good at column "
-                    f"{self.snapshot.evicted_at_column}. Call cache.activate_past_recording() before the forwards "
-                    "that may be taken back."
+                    f"{self.snapshot.evicted_at_column}. {self.composition.before_taking_back}"
                 )
             if removed > waiting:
-                self._republish(cropped(self.snapshot, removed - waiting))
+                successor = cropped(self.snapshot, removed - waiting)
+                if successor.scores_LBSWX is not None and is_partial:
+                    self._refuse_scored(removed)
+                self._republish(successor)
+
+    def _refuse_scored(self, removed: int) -> None:
+        raise StaleGenerationError(
+            f"crop(-{removed}) would take back accepted tokens, whose queries are part of the scores of the rows they "
+            f"saw. {self.composition.before_taking_back}"
+        )
 
     @property
     def columns(self) -> int:

@@ -126,7 +126,8 @@ class Snapshot:
     # Rows among them that were appended after the last selection.
     tail_counts: tuple[int, ...] = ()
     budget_rows: tuple[int, ...] | None = None
-    # States that rows carry, [L, B, S, W, X] over all slots; None for evidence without any.
+    # States that rows carry, [L, B, S, W, X], over all slots of dense rows; of an answer that is chosen from block by
+    # block, over each batch row's undecided rows, oldest first, S = 1. None for evidence without any.
     scores_LBSWX: Tensor | None = None
     # The family of each owner, [L][O] (`allocation/families.py`), and per batch row how many tokens it had when its
     # heads were profiled (0: never); none for policies that do not choose one.
@@ -134,6 +135,8 @@ class Snapshot:
     profile_tokens: tuple[int, ...] = ()
     # Real tokens of each batch row when its last prompt segment ended: the clock of decode starts there.
     segment_tokens: tuple[int, ...] = ()
+    # How many of its first tokens each batch row has decided on, once decode decided on a block.
+    settled_tokens: tuple[int, ...] = ()
     open_segment: OpenSegment | None = None
     last_was_segment: bool = False
     decision_epoch: int = 0
@@ -146,6 +149,17 @@ class Snapshot:
     def batch_size(self) -> int:
         """Batch rows, 0 before the first forward."""
         return len(self.frontier.tokens)
+
+    @property
+    def settled(self) -> tuple[int, ...]:
+        """How many of its first tokens each batch row has decided on: a prompt settles all, decode whole blocks."""
+        pairs = zip(self.settled_tokens or self.segment_tokens, self.segment_tokens, strict=True)
+        return tuple(max(pair) for pair in pairs)
+
+    @property
+    def undecided_tokens(self) -> tuple[int, ...]:
+        """Decode tokens of each batch row behind these."""
+        return tuple(tokens - settled for tokens, settled in zip(self.frontier.tokens, self.settled, strict=True))
 
     @property
     def buffers(self) -> tuple[DenseRows | RaggedRows, ...]:
@@ -291,5 +305,6 @@ class Snapshot:
             ),
             profile_tokens=tuple(self.profile_tokens[i] for i in index) if self.profile_tokens else (),
             segment_tokens=tuple(self.segment_tokens[i] for i in index) if self.segment_tokens else (),
+            settled_tokens=tuple(self.settled_tokens[i] for i in index) if self.settled_tokens else (),
             open_segment=None if segment is None else segment.batch(on(self.device)),
         )

@@ -69,6 +69,7 @@ def encode(snapshot: Snapshot) -> tuple[dict[str, Any], Tensors]:
         "families": [list(layer) for layer in snapshot.families_LO],
         "profile_tokens": list(snapshot.profile_tokens),
         "segment_tokens": list(snapshot.segment_tokens),
+        "settled_tokens": list(snapshot.settled_tokens),
         "open_segment": None,
         "last_was_segment": snapshot.last_was_segment,
         "decision_epoch": snapshot.decision_epoch,
@@ -114,6 +115,7 @@ def decode(
         families_LO=tuple(tuple(layer) for layer in facts["families"]),
         profile_tokens=tuple(facts["profile_tokens"]),
         segment_tokens=tuple(facts["segment_tokens"]),
+        settled_tokens=tuple(facts["settled_tokens"]),
         open_segment=None if segment is None else _decode_segment(segment, pool, device, layer_devices),
         last_was_segment=facts["last_was_segment"],
         decision_epoch=facts["decision_epoch"],
@@ -229,7 +231,7 @@ def _check_shapes(snapshot: Snapshot) -> None:
     parts = [*snapshot.maps, *([] if snapshot.tail is None else [snapshot.tail])]
     heads = snapshot.rows[0].keys_BSCD.shape[1] if snapshot.rows else 1
     per_row = [snapshot.frontier.position_offsets, snapshot.counts, snapshot.tail_counts, snapshot.budget_rows]
-    per_row.append(snapshot.profile_tokens)
+    per_row += [snapshot.profile_tokens, snapshot.settled_tokens]
     sound = (
         (not snapshot.rows or len(snapshot.maps) in (1, len(snapshot.rows)))
         and all(part.live_BMW.shape[0] == batch and part.map_heads in (1, heads) for part in parts)

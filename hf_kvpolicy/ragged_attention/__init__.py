@@ -2,5 +2,6 @@
 
 from .attend import attend_ragged
 from .choose import admit_ragged, ragged_backend
+from .owners import buckets
 
-__all__ = ["admit_ragged", "attend_ragged", "ragged_backend"]
+__all__ = ["admit_ragged", "attend_ragged", "buckets", "ragged_backend"]

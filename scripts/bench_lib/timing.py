@@ -44,17 +44,19 @@ class Case:
     rows: int
 
 
-def interleaved(contenders: list[Contender], rounds: int) -> dict[str, list[float]]:
+def interleaved(
+    contenders: list[Contender], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Seconds per contender and round; one more round runs first and is not counted."""
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for number in range(rounds + 1):
         turn = number % len(contenders)
         for contender in contenders[turn:] + contenders[:turn]:
             work = contender.prepare()
-            begin = time.perf_counter()
+            begin = clock()
             work()
             if number:
-                seconds[contender.name].append(time.perf_counter() - begin)
+                seconds[contender.name].append(clock() - begin)
     return seconds
 
 

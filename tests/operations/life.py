@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import PRUNING, forward, policy_units, prompt, tiny
 from oracle import MAX_HELD_BACK, Oracle
+from pruned import PrunedOracle
 
 import hf_kvpolicy as kv
 from hf_kvpolicy.contract import Phase
@@ -37,6 +38,13 @@ MIXES: list[tuple[str, dict[str, Any]]] = [
     ("streaming_llm", {"budget": 0.5, "sinks": 3}),
     ("streaming_llm", {"budget": 6, "sinks": 0}),
     ("streaming_llm", {"budget": 8, "sinks": 2, "positions": "original", "protect": [4]}),
+    ("pyramidinfer", {"decay": 0.5, "sinks": 1, "min_context": 2, "decode_block": 2, "recent_ratio": 0.3}),
+    (
+        "pyramidinfer",
+        {"budget": 0.5, "decay": 0.7, "sinks": 2, "min_context": 2, "decode_block": 4, "protect": [9, 14]},
+    ),
+    ("pyramidinfer", {"budget": 9, "decay": 0.7, "decode_block": 3, "on_append": "append", "group": "max"}),
+    ("pyramidinfer", {"decay": 1.0, "decode_block": 3, "decode_ratio": 0.5, "chunked_prefill": "bounded"}),
 ]
 
 
@@ -44,10 +52,9 @@ def _is_double(name: str, options: dict[str, Any]) -> bool:
     return name in ("sliding_window", "streaming_llm") and options.get("unit", "token") != "token"
 
 
-# Layers that prune a prompt hold different numbers of rows and take no recorded prompt: the oracle counts one for all.
 CASES = [
     ("full", {}),
-    *(case for case in policy_units() if not _is_double(*case) and case[0] not in PRUNING),
+    *(case for case in policy_units() if not _is_double(*case)),
     *MIXES,
 ]
 
@@ -71,7 +78,7 @@ class Life:
     def __init__(self, case: Any, family: str) -> None:
         self.model = tiny(family)
         cache = kv.make_cache(case[0], self.model, **case[1])
-        self.lanes = [(cache, Oracle.of(cache))]
+        self.lanes = [(cache, (PrunedOracle if case[0] in PRUNING else Oracle).of(cache))]
         self.seed = 0
 
     def apply(self, operation: str, number: Any, lane: int) -> None:
@@ -96,6 +103,10 @@ class Life:
             new[0] = [0] * length  # a row that has finished
         elif not first and length > 2 and self.seed % 3 == 0:
             new[-1][-1] = 0
+        if oracle.refuses():
+            with pytest.raises(kv.ConfigError, match="past recording"):
+                self._forward(cache, oracle, new)
+            return
         logits = self._forward(cache, oracle, new)
         assert logits.isfinite().all()
         oracle.feed(new)
@@ -119,7 +130,7 @@ class Life:
             with pytest.raises(kv.ConfigError):
                 cache.crop(-removed)
         elif not oracle.can_crop(removed):
-            with pytest.raises(kv.StaleGenerationError, match="activate_past_recording"):
+            with pytest.raises(kv.StaleGenerationError, match=cache.composition.before_taking_back.split("(")[0]):
                 cache.crop(-removed)
         else:
             assert removed < MAX_HELD_BACK
@@ -165,7 +176,7 @@ class Life:
     def fail(self, index: int, number: int) -> None:
         cache, oracle = self.lanes[index]
         length = 1 + number
-        if oracle.waiting is not None or (oracle.is_open and length == 1):
+        if oracle.refuses() or oracle.waiting is not None or (oracle.is_open and length == 1):
             return  # there something else is published first
         self.seed += 1
         phases = list(Phase)[1 : Phase.PACK + 1]

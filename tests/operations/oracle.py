@@ -67,6 +67,10 @@ class Oracle:
             by_family=policy.families is not None,
         )
 
+    def refuses(self) -> bool:
+        """Whether the next forward must be refused."""
+        return False
+
     @property
     def columns(self) -> int:
         return len(self.mask[0]) if self.mask else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -24,8 +25,11 @@ from helpers import (
 from torch import Tensor
 
 import hf_kvpolicy as kv
+from hf_kvpolicy.registry import policy_class
 
 CASES = [*(case for case in policy_units() if case[0] not in PRUNING), ("full", {})]
+# What a pruned prompt or a block of an answer drops is never computed or gone at once: nothing of it can wait.
+REFUSE_RECORDING = [case for case in policy_units() if case[0] in PRUNING]
 REJECTED = (0, 1, 4)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*two prompt segments follow:UserWarning")
@@ -39,6 +43,12 @@ def case(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
 
 def make(case: tuple[str, dict[str, Any]], model: Any, **options: Any) -> Any:
     return kv.make_cache(case[0], model, **{**case[1], **options})
+
+
+@pytest.fixture(params=[*CASES, *REFUSE_RECORDING], ids=case_id)
+def any_case(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    name, options = request.param
+    return name, options
 
 
 class Batch:
@@ -151,6 +161,24 @@ def test_waiting_prompt_with_declared_chunks(case: tuple[str, dict[str, Any]], c
     assert_same_future(taken, never)
 
 
+@pytest.mark.parametrize("before", [(), (30,), (30, 1)], ids=str)
+@pytest.mark.parametrize("width", [1, 5])
+@pytest.mark.parametrize("case", REFUSE_RECORDING, ids=case_id)
+def test_recorded_tokens_are_refused_and_change_nothing(case: Any, width: int, before: tuple[int, ...]) -> None:
+    model = tiny("llama")
+    taken, never = Batch(model, make(case, model)), Batch(model, make(case, model))
+    for batch in (taken, never):
+        for fed in before:
+            batch.feed(fed)
+    taken.cache.activate_past_recording()
+    with pytest.raises(kv.ConfigError, match="past recording"):
+        taken.feed(width)
+    taken.cache.set_recording(False)
+    for batch in (taken, never):
+        batch.feed(20)
+    assert_same_future(taken, never)
+
+
 def test_rejecting_everything_leaves_the_parent(case: tuple[str, dict[str, Any]]) -> None:
     model = tiny("llama")
     taken, never = Batch(model, make(case, model)), Batch(model, make(case, model))
@@ -228,10 +256,12 @@ def test_deep_rejection_of_a_waiting_prompt_is_refused_and_can_be_repeated() -> 
 
 
 @pytest.mark.parametrize("removed", [1, 3, 8, 20])
-def test_crop_without_recording_where_nothing_was_dropped(case: tuple[str, dict[str, Any]], removed: int) -> None:
-    name, options = case
+def test_crop_without_recording_where_nothing_was_dropped(any_case: tuple[str, dict[str, Any]], removed: int) -> None:
+    name, options = any_case
     model = tiny("llama")
     roomy = {} if name == "full" else {**options, "budget": 200}
+    if name in PRUNING:
+        roomy |= policy_class(name).neutral(200)
     taken, never = (Batch(model, kv.make_cache(name, model, **roomy)) for _ in range(2))
     for width in (30, 1, 1, 1, 5):
         taken.feed(width)
@@ -250,8 +280,10 @@ def test_crop_without_recording_where_nothing_was_dropped(case: tuple[str, dict[
     assert_same_future(taken, never)
 
 
-def test_crop_without_recording_after_a_drop_is_refused_and_changes_nothing(case: tuple[str, dict[str, Any]]) -> None:
-    name, _ = case
+def test_crop_without_recording_after_a_drop_is_refused_and_changes_nothing(
+    any_case: tuple[str, dict[str, Any]],
+) -> None:
+    case, (name, _) = any_case, any_case
     if name == "full":
         pytest.skip("the full cache never drops")
     model = tiny("llama")
@@ -259,7 +291,7 @@ def test_crop_without_recording_after_a_drop_is_refused_and_changes_nothing(case
     for batch in (taken, never):
         batch.feed(30)
         batch.feed(1)
-    with pytest.raises(kv.StaleGenerationError, match="activate_past_recording"):
+    with pytest.raises(kv.StaleGenerationError, match=re.escape(taken.cache.composition.before_taking_back)):
         taken.cache.crop(-2)
     assert_same_future(taken, never)
 

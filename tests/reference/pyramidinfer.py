@@ -2,6 +2,8 @@
 
 One unpadded sequence. Each layer attends over what it holds and the tokens that reach it; a prompt then keeps k_l rows
 of its context by the attention of the newest queries, and only those and the newest tokens go on to the next layer.
+An answer's tokens reach every layer. When the oldest block of them that nobody decided on is older than the recent
+tokens, each layer keeps the rows of the block that the tokens behind it attended to most.
 """
 
 from __future__ import annotations
@@ -53,6 +55,8 @@ class Held:
     tokens: list[int] = field(default_factory=list)
     keys: Array | None = None  # [H, n, D]
     values: Array | None = None
+    # For every decode token since the last prompt: the attention it gave to each token, in the mean over heads.
+    given: dict[int, dict[int, float]] = field(default_factory=dict)
 
 
 class PyramidLlama:
@@ -60,7 +64,8 @@ class PyramidLlama:
 
     def __init__(
         self, model: Any, *, decay: float, recent_ratio: float, sinks: int, min_context: int, distance_weight: float,
-        interval: int = 1, protect: Sequence[int] = (), budget: int | None = None,
+        interval: int = 1, protect: Sequence[int] = (), budget: int | None = None, decode_block: int | None = 16,
+        decode_ratio: float = 0.9, decode_decay: float = 0.1,
     ) -> None:  # fmt: skip
         self.weights = {name: part.detach().double().numpy() for name, part in model.state_dict().items()}
         self.head = model.lm_head.weight.detach().double().numpy()
@@ -70,6 +75,8 @@ class PyramidLlama:
         self.schedule = {"decay": decay, "min_context": min_context, "interval": interval}
         self.recent_ratio, self.distance_weight, self.budget = recent_ratio, distance_weight, budget
         self.pinned = sorted({*range(sinks), *protect})
+        self.block, self.block_shares = decode_block, (decode_ratio, decode_decay)
+        self.settled = 0  # tokens that were decided on
         self.held = [Held() for _ in range(model.config.num_hidden_layers)]
         self.fed = 0
 
@@ -90,11 +97,37 @@ class PyramidLlama:
             [len(layer.tokens) for layer in self.held], new - recent, pinned=len(pinned),
             mean_rows=None if self.budget is None else self.budget - recent, **self.schedule,
         )  # fmt: skip
-        return self._run(ids, plan, recent, pinned)
+        logits = self._run(ids, plan, recent, pinned)
+        self.settled = self.fed
+        for layer in self.held:
+            layer.given = {}
+        return logits
 
     def token(self, token_id: int) -> Array:
-        """Feed one decode token; nothing is dropped."""
-        return self._run([token_id], None, 1, [])
+        """Feed one decode token; drop rows of a block that is now older than the recent tokens."""
+        logits = self._run([token_id], None, 1, [])
+        rows = len(self.held[0].tokens)
+        recent = min(rows, 1 + int(rows * self.recent_ratio))
+        if self.block is not None and self.fed - self.settled >= recent + self.block:
+            for number in range(len(self.held)):
+                self._decide_block(number)
+            self.settled += self.block
+        return logits
+
+    def _decide_block(self, number: int) -> None:
+        layer, (ratio, decay) = self.held[number], self.block_shares
+        block = range(self.settled, self.settled + self.block)
+        voters = range(block.stop, self.fed)
+        weights = np.linspace(1.0, self.distance_weight, len(voters))
+        votes = {t: np.mean([w * layer.given[v][t] for w, v in zip(weights, voters, strict=True)]) for t in block}
+        share = ratio * ((1 - decay) * (cos(pi * number / len(self.held)) + 1) / 2 + decay)
+        pinned = [token for token in block if token in self.pinned]
+        rows = max(1, int(self.block * share), len(pinned))
+        ranked = sorted(block, key=lambda token: (token not in pinned, -votes[token], token))
+        gone = set(ranked[rows:])
+        stay = [j for j, token in enumerate(layer.tokens) if token not in gone]
+        layer.keys, layer.values = layer.keys[:, stay], layer.values[:, stay]
+        layer.tokens = [layer.tokens[j] for j in stay]
 
     def _run(self, ids: Sequence[int], plan: list[int] | None, recent: int, pinned: list[int]) -> Array:
         hidden = self.weights["model.embed_tokens.weight"][list(ids)]
@@ -103,6 +136,8 @@ class PyramidLlama:
         for number, layer in enumerate(self.held):
             hidden, attention = self._layer(number, hidden, reach)
             if plan is None:
+                mean = attention[:, -1].mean(axis=0)
+                layer.given[self.fed - 1] = dict(zip(layer.tokens, mean, strict=True))
                 continue
             context = len(layer.tokens) - recent
             count = min(plan[number], context)

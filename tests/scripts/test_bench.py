@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_lib import answer
 from bench_lib.curve import CONTROL, curve_measures, tenths
 from bench_lib.memory import dynamic_cache_bytes, formula_bytes
 from bench_lib.models import POLICIES, RAGGED, stock_twin
@@ -16,9 +17,14 @@ from bench_lib.timing import Contender, _ratio, interleaved
 from bench_lib.transient import evidence_transient_bytes, tracked_peak_bytes
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from hf_kvpolicy.compat import cache_argument
+from hf_kvpolicy.compat import cache_argument, mask_rule
 from hf_kvpolicy.engine import evidence_blocks
+from hf_kvpolicy.engine.ragged.prune import SeenByRecent
+from hf_kvpolicy.engine.visibility import Visibility
+from hf_kvpolicy.evidence import LayerObservation, RecentAttention, recent_attention
 from hf_kvpolicy.geometry import CacheGeometry
+from hf_kvpolicy.masks import MaskRecord
+from hf_kvpolicy.storage import RowMap
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +100,40 @@ def test_evidence_transient_stays_within_the_workspace(
     monkeypatch.setattr(evidence_blocks, "WORKSPACE_BYTES", 1 << 20)
     states_bytes = 4 * 2 * 1024
     assert evidence_transient_bytes(CacheGeometry.from_config(model.config), 1024) <= (1 << 20) + states_bytes
+
+
+@pytest.mark.parametrize(("queries", "dtype"), [(40, torch.float32), (400, torch.float32), (400, torch.bfloat16)])
+def test_votes_of_a_pruned_prompt_take_what_the_ledger_charges(
+    monkeypatch: pytest.MonkeyPatch, queries: int, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(recent_attention, "_CPU_WORKSPACE_BYTES", 1 << 20)
+    evidence, rows, heads, dim = RecentAttention(recent_ratio=0.2, distance_weight=1.2), 1024, 4, 8
+    columns = torch.arange(rows, dtype=torch.int32)[None, None]
+    table = RowMap(columns_BMW=columns, tokens_BMW=columns, live_BMW=torch.ones_like(columns).bool(), ordered=True)
+    rule = MaskRecord("sdpa", {"mask_function": mask_rule(None)})
+    visibility = Visibility(record=rule, columns_after=rows, dense=True, changed_mask_BF=None)
+    observation = LayerObservation(
+        layer=0,
+        queries_BQWD=torch.randn(1, heads, queries, dim, dtype=dtype),
+        observed_BW=None,
+        keys_BHND=torch.randn(1, 1, rows, dim, dtype=dtype),
+        tokens_BMN=columns,
+        visibility=SeenByRecent(visibility=visibility, view=table, columns_BW=columns[0, :, rows - queries :].long()),
+        scaling=dim**-0.5,
+    )
+    found = tracked_peak_bytes(lambda: evidence.votes(observation, group="mean", score_heads=1))
+    assert found <= evidence.workspace_bytes(observation.queries_BQWD, rows) <= 1.5 * found
+
+
+def test_an_answer_is_compared_at_equal_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, tokens in (("PROMPT_TOKENS", 90), ("WARM_UP_TOKENS", 40), ("RUN_TOKENS", 8)):
+        monkeypatch.setattr(answer, name, tokens)
+    with torch.inference_mode():
+        (measure,) = answer.answer_measures("cpu", torch.float32, [1], rounds=2)
+    assert measure.value > 0
+    assert measure.details["rounds"] == 2
+    rows = int(measure.name.split()[1])
+    assert 100 < rows < 90 + 40 + 8
 
 
 def test_stock_twin_shares_weights_but_not_the_config(model: LlamaForCausalLM) -> None:

@@ -118,6 +118,19 @@ def test_a_budget_is_the_exact_mean_where_the_schedule_keeps_more() -> None:
     assert sum(int(cache.stored_rows(layer)[0, 0]) for layer in range(LAYERS)) == 11 * LAYERS
 
 
+def test_the_transient_peak_has_the_workspace_of_scoring() -> None:
+    """One head's logits and weights, fp32, beside the prompt's K/V of one layer and the packed layers."""
+    model = llama(2)
+    cache = kv.PyramidInferCache(model, **OPTIONS)
+    feed(model, cache, tokens(200))
+    ledger = cache.ledger()
+    query_heads, recent, row_bytes = 2, 41, 2 * 8 * 4
+    logits_bytes, layer_bytes = 4 * query_heads * recent * 200, 2 * 200 * row_bytes
+    packed_bytes = ledger.payload_bytes + ledger.slack_bytes
+    least = packed_bytes + layer_bytes + 2 * logits_bytes
+    assert least <= ledger.transient_peak_bytes <= least + 0.5 * logits_bytes
+
+
 def test_deeper_layers_compute_only_what_is_passed_on() -> None:
     model, seen = llama(2), []
     for layer in model.model.layers:

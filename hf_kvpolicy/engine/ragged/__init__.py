@@ -5,17 +5,20 @@ masks and gathers are made for one owner at a time and nothing is ever padded to
 """
 
 from .append import RaggedAppendStep
+from .blocks import BlockDecodeStep, due_blocks
 from .decode import RaggedDecodeStep
 from .deferred import decide_appended_ragged, laid_behind_ragged
 from .prune import PruningStep, plan_pruning
 from .segment import RaggedSegmentStep
 
 __all__ = [
+    "BlockDecodeStep",
     "PruningStep",
     "RaggedAppendStep",
     "RaggedDecodeStep",
     "RaggedSegmentStep",
     "decide_appended_ragged",
+    "due_blocks",
     "laid_behind_ragged",
     "plan_pruning",
 ]

@@ -21,6 +21,10 @@ class RaggedAppendStep(RaggedForward, AppendStep):
         self.place(layer, keys_BHTD, values_BHTD)
         return keys_BHTD, values_BHTD
 
+    def _states_after(self) -> Tensor | None:
+        """Return no scores: a segment that is appended settles the answer before it."""
+        return None
+
     def placed(self) -> dict[str, Any]:
         """Return where rows lie now."""
         layers, old = range(self.runtime.geometry.num_layers), self.snapshot.ragged

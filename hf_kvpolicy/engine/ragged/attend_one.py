@@ -1,7 +1,7 @@
 """One decode query over ragged rows whose attention is kept: output and evidence share one softmax.
 
-Letters: B batch rows, S stored heads, O owners (b * S + s), Q query heads, G query heads of one owner, n rows of one
-owner, D head dimension.
+Letters: B batch rows, S stored heads, O owners (b * S + s), Q query heads, G query heads of one owner, R owners of one
+bucket, n rows of one owner, D head dimension.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...ragged_attention import buckets
 from ...storage import RaggedView
 from ..evidence_blocks import attend_with_logits
 
@@ -32,10 +33,12 @@ def attend_one(
         return output, [attention_BSG1n]
     batch, heads, _, dim = query_BQ1D.shape
     queries_O = query_BQ1D.reshape(len(view.starts), 1, -1, 1, dim)
+    if masks is None:
+        return _attend_buckets(queries_O, view, scaling, (batch, 1, heads, -1))
     outputs, parts = [], []
     for owner, query_1G1D in enumerate(queries_O):
         keys_nD, values_nD = view.owner(owner)
-        mask = None if masks is None else masks[owner]
+        mask = masks[owner]
         shown = None if mask is None else mask.to(keys_nD.device)[None, None]
         output, _, attention = attend_with_logits(
             query_1G1D, keys_nD[None, None], values_nD[None, None], shown, scaling
@@ -43,3 +46,18 @@ def attend_one(
         outputs.append(output if shown is None else output.masked_fill(~shown.any(), 0.0))
         parts.append(attention)
     return torch.cat(outputs, dim=2).view(batch, 1, heads, -1), parts
+
+
+def _attend_buckets(
+    queries_O1G1D: Tensor, view: RaggedView, scaling: float, shape: tuple[int, ...]
+) -> tuple[Tensor, list[Tensor]]:
+    """Attend with one call for owners that one strided view shows, where every query sees every row."""
+    owners = len(view.starts)
+    outputs, parts = [queries_O1G1D] * owners, [queries_O1G1D] * owners
+    for bucket in buckets(view):
+        query_1Q1D = torch.cat([queries_O1G1D[owner] for owner in bucket], dim=1)
+        output, _, attention_1RG1n = attend_with_logits(query_1Q1D, *view.together(bucket), None, scaling)
+        shares = zip(bucket, output.chunk(len(bucket), 2), attention_1RG1n.chunk(len(bucket), 1), strict=True)
+        for owner, own, part in shares:
+            outputs[owner], parts[owner] = own, part
+    return torch.cat(outputs, dim=2).view(shape), parts

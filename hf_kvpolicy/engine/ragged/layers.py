@@ -118,11 +118,12 @@ class RaggedForward(Step):
             return attend_one(query, view, masks, kwargs["scaling"])[0]
         return attend_ragged(backend, query, view, masks, scaling=kwargs["scaling"], dropout=kwargs.get("dropout", 0.0))
 
-    def candidates(self, layer: int, step: LayerStep) -> OwnerCandidates:
-        """Return the rows of one layer among which is chosen."""
+    def candidates(self, layer: int, step: LayerStep | None = None) -> OwnerCandidates:
+        """Return the rows of one layer among which is chosen; a first prompt's are those of its step."""
         base, width = self.base(layer), self.live_tail.width
         if not self.snapshot.frontier.columns:
             # A first prompt competes where the model made it; it was never copied into slots.
+            assert step is not None
             keys, values, heads = step.keys.detach(), step.values.detach(), self.heads
             group = heads // keys.shape[1]
 

@@ -18,14 +18,14 @@ from ...evidence import LayerObservation, RecentAttention
 from ...frame import KeptTokens, LayerStep
 from ...masks import MaskRecord
 from ...selection import keep_best, kept_index
-from ...storage import RaggedLayer, RowMap, stored_tensors
+from ...storage import RowMap, stored_tensors
 from ..decide import check_finite
 from ..inputs import ForwardInputs
 from ..snapshot import Snapshot
 from ..visibility import SeenRows, Visibility
 from .owners import LiveTail, OwnerCandidates
-from .pack import pack_owners
 from .selection import RaggedSelection
+from .shared_sets import SharedSets
 
 if TYPE_CHECKING:
     from ..runtime import Runtime
@@ -71,7 +71,7 @@ def plan_pruning(runtime: Runtime, inputs: ForwardInputs, budget: tuple[int, ...
     return PruningPlan(budget_rows=budget, recent_B=tuple(recents), context_BL=tuple(contexts), drops_rows=drops)
 
 
-class _SeenByRecent(SeenRows):
+class SeenByRecent(SeenRows):
     """What the newest queries see: under plain causality only their own tokens need a mask."""
 
     __slots__ = ()
@@ -84,7 +84,7 @@ class _SeenByRecent(SeenRows):
         return ones.tril()[None, None], self.view.width - self.columns_BW.shape[1] + stop
 
 
-class PruningStep(RaggedSelection):
+class PruningStep(SharedSets, RaggedSelection):
     """Chooses a layer's rows by the attention of its newest queries; the next layer computes only the chosen tokens."""
 
     prunes = True
@@ -94,8 +94,9 @@ class PruningStep(RaggedSelection):
     ) -> None:
         super().__init__(runtime, snapshot, inputs, transaction)
         self.budget_rows, self._plan = plan.budget_rows, plan
-        self._layers: dict[int, RaggedLayer] = {}
         self._finite: list[Tensor] = []
+        # Bytes of scoring one head.
+        self._workspace_bytes = 0
         # Where the tokens in flight lie among all of the forward's, and what the hook has not handed over yet.
         self._among_new_BW: Tensor | None = None
         self._among_present_BW: Tensor | None = None
@@ -119,11 +120,11 @@ class PruningStep(RaggedSelection):
             ]
             for phase in (Phase.PROTECT, Phase.SELECT, Phase.VALIDATE, Phase.ADMIT, Phase.RESERVE):
                 self.transaction.enter(layer, phase)
-            owners = [index for index in chosen for _ in range(self.heads)]
-            self._layers[layer] = pack_owners(candidates, maps, owners, self.heads)
+            self.pack_sets(layer, candidates, maps, chosen)
             self.transaction.enter(layer, Phase.PACK)
             keys, values = step.keys, step.values
-            self.note_transient(keys.numel() * keys.element_size() + values.numel() * values.element_size())
+            layer_bytes = keys.numel() * keys.element_size() + values.numel() * values.element_size()
+            self.note_transient(layer_bytes + self._workspace_bytes)
             self.buffers.pop(layer, None)
             if layer + 1 < self.runtime.geometry.num_layers:
                 self._pass_on([maps[row * self.heads].width for row in range(batch)], chosen)
@@ -131,12 +132,7 @@ class PruningStep(RaggedSelection):
     def successor(self) -> Snapshot:
         """Return the snapshot in which every layer holds what was chosen for it."""
         check_finite(self._finite)
-        layers = tuple(self._layers[layer] for layer in range(self.runtime.geometry.num_layers))
-        return self.selected(layers, drops_rows=self._plan.drops_rows)
-
-    def fresh_buffers(self) -> list[Tensor]:
-        """Return the tensors this forward made: packed layers, and grown buffers that still hold candidates."""
-        return [tensor for layer in self._layers.values() for tensor in layer.rows.tensors()] + super().fresh_buffers()
+        return self.selected(self.packed_in_order(), drops_rows=self._plan.drops_rows, scores_LBSWX=None)
 
     # -- attention ----------------------------------------------------------------------------------------------------
 
@@ -193,6 +189,7 @@ class PruningStep(RaggedSelection):
     ) -> Tensor:
         """Return votes [n] of one batch row's candidates, summed over heads."""
         policy, recent = self.runtime.composition, self._plan.recent_B[row]
+        assert isinstance(policy.evidence, RecentAttention)
         columns = table.columns_BMW[0, :, table.width - recent :].long()
         slots = self._present.slots(row)
         queries_1QWD = query_BQWD[row : row + 1]
@@ -209,6 +206,12 @@ class PruningStep(RaggedSelection):
             changed_mask_BF=mask,
         )
         group, total = queries_1QWD.shape[1] // self.heads, None
+        workspace_bytes = policy.evidence.workspace_bytes(queries_1QWD[:, :group], table.width)
+        if slots is not None:
+            # Of a padded row the queries and a head's rows are copies.
+            workspace_bytes += queries_1QWD.numel() * queries_1QWD.element_size()
+            workspace_bytes += table.width * self.runtime.geometry.row_bytes(queries_1QWD.element_size())
+        self._workspace_bytes = max(self._workspace_bytes, workspace_bytes)
         for head in range(self.heads):
             keys, _ = candidates.rows(row * self.heads + head)
             observation = LayerObservation(
@@ -217,7 +220,7 @@ class PruningStep(RaggedSelection):
                 observed_BW=None,
                 keys_BHND=keys[None, None],
                 tokens_BMN=table.tokens_BMW,
-                visibility=_SeenByRecent(visibility=visibility, view=table, columns_BW=columns),
+                visibility=SeenByRecent(visibility=visibility, view=table, columns_BW=columns),
                 scaling=scaling,
             )
             votes = policy.evidence.votes(observation, group=policy.group, score_heads=1)[0, 0]
