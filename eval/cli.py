@@ -158,7 +158,7 @@ def _run(config: SweepConfig, out: Path, limit: int | None, part: tuple[int, int
 
     torch.set_num_threads(config.threads)
     loaded = load_for_command(config.model.name, config.model.dtype, config.model.device)
-    directory, build = RunDirectory(out), EngineBuilder(loaded.model)
+    directory, build = RunDirectory(out), EngineBuilder(loaded.model, loaded.tokenizer)
     outcome = run_sweep(config, loaded, directory, build, limit=limit, part=part, say=typer.echo)
     typer.echo(f"{outcome.written} rows written, {outcome.skipped} done before, {outcome.failed} failed: {out}")
     return outcome.failed

@@ -103,19 +103,22 @@ class FamilyRule:
         Where the limit admits none, the widest one below the full cache is chosen; its rows are then cut to the limit.
         A recovery of 1 asks for every row: rounding, or attention that underflows, is no reason to drop one.
         """
-        rows = head.mass_N.shape[0]
         if self.recovery >= 1.0:
-            return FULL_FAMILY if rows <= most_rows else WIDEST_FAMILY
+            return FULL_FAMILY if head.mass_N.shape[0] <= most_rows else WIDEST_FAMILY
+        candidates = self.candidates(head, tokens)
+        best = smallest_enough(candidates, self.recovery, most_rows)
+        return WIDEST_FAMILY if best is None else candidates.index(best)
+
+    def candidates(self, head: HeadMass, tokens: int) -> list[Candidate]:
+        """Return what each family would keep of one owner's rows, and the attention it recovers."""
         keep_PN = torch.stack([self.kept(head, family, tokens) for family in FAMILIES[:FULL_FAMILY]])
         local_P1 = torch.tensor([[family.local] for family in FAMILIES[:FULL_FAMILY]], device=keep_PN.device)
         mass, band = head.mass_N.double(), head.band_N.double()
         shares_PN = torch.where(keep_PN, mass, torch.where(local_P1, band, 0.0))
         recovered = (shares_PN.sum(-1) / mass.sum()).tolist()
         counts = keep_PN.sum(-1).tolist()
-        measured = zip(FAMILIES, [*counts, rows], [*recovered, 1.0], strict=True)
-        candidates = [Candidate(name=family.name, rows=kept, recovery=share) for family, kept, share in measured]
-        best = smallest_enough(candidates, self.recovery, most_rows)
-        return WIDEST_FAMILY if best is None else candidates.index(best)
+        measured = zip(FAMILIES, [*counts, head.mass_N.shape[0]], [*recovered, 1.0], strict=True)
+        return [Candidate(name=family.name, rows=kept, recovery=share) for family, kept, share in measured]
 
     def kept(self, head: HeadMass, family: Family, tokens: int) -> Tensor:
         """Return the rows of a family below the full cache, bool [N]. Ties keep the lower position."""
