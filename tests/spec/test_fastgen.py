@@ -121,6 +121,18 @@ def test_accepted_drafts_keep_the_profile() -> None:
     recorded.check_integrity()
 
 
+def test_the_pad_of_a_finished_row_is_no_dropped_row() -> None:
+    model, mask = llama(3), torch.ones(2, 9, dtype=torch.long)
+    cache = kv.FastGenCache(model, recovery=1.0, **KINDS)
+    with torch.no_grad():
+        model(tokens(8).repeat(2, 1), attention_mask=mask[:, :8], **{cache_argument(): cache})
+        mask[0, 8] = 0
+        model(tokens(1).repeat(2, 1), attention_mask=mask, **{cache_argument(): cache})
+    assert cache.stored_rows(0).tolist() == [[8] * 3, [9] * 3]
+    cache.crop(-9)
+    assert cache.get_seq_length() == 0
+
+
 # -- tokens by kind ---------------------------------------------------------------------------------------------------
 
 
