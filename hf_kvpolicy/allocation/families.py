@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -81,11 +82,11 @@ class FamilyRule:
 
     def local_rows(self, tokens: int) -> int:
         """Return how many of the newest rows a local family keeps."""
-        return max(1, int(Fraction(str(self.local_ratio)) * tokens))
+        return max(1, int(_as_written(self.local_ratio) * tokens))
 
     def heavy_rows(self, tokens: int) -> int:
         """Return how many further rows a heavy family keeps."""
-        return math.ceil(Fraction(str(self.heavy_ratio)) * tokens)
+        return math.ceil(_as_written(self.heavy_ratio) * tokens)
 
     def terms(self, family: int, profile_tokens: int, tokens: int) -> FamilyTerms:
         """Return what a family means once `tokens` were fed; its sizes are those of the profile."""
@@ -132,3 +133,9 @@ class FamilyRule:
         ranked = torch.where(keep_N, -1.0, head.mean_N)
         best = torch.argsort(ranked, descending=True, stable=True)[: self.heavy_rows(tokens)]
         return keep_N.index_fill(0, best, True)
+
+
+@lru_cache(maxsize=64)
+def _as_written(ratio: float) -> Fraction:
+    """Return a ratio as the decimal it was written as; every decode step asks."""
+    return Fraction(str(ratio))
