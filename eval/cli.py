@@ -173,7 +173,7 @@ def _run(config: SweepConfig, out: Path, limit: int | None, part: tuple[int, int
 
     torch.set_num_threads(config.threads)
     loaded = load_for_command(config.model.name, config.model.dtype, config.model.device)
-    directory, build = RunDirectory(out, rank=part[0] - 1), EngineBuilder(loaded.model)
+    directory, build = RunDirectory(out, rank=part[0] - 1), EngineBuilder(loaded.model, loaded.tokenizer)
     outcome = run_sweep(
         config, loaded, directory, build, limit=limit, part=part, allow_mixed=allow_mixed, say=typer.echo
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..allocation.budget import parse_budget
-from ..config import make_cache, policy_options
+from ..config import make_cache, policy_options, with_tokenizer
 from ..errors import ConfigError, did_you_mean
 from ..geometry import CacheGeometry
 from ..registry import available_policies
@@ -33,14 +33,15 @@ class CacheBuilder(Protocol):
 
 
 class EngineBuilder:
-    """Builds caches with `hf_kvpolicy.make_cache` for one model."""
+    """Builds caches with `hf_kvpolicy.make_cache` for one model; a policy that takes a tokenizer gets the model's."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self._model, self._tokenizer = model, tokenizer
 
     def __call__(self, cell: Cell) -> Any:
         """A fresh cache, attached to the model."""
-        return make_cache(cell.policy, self._model, cell.budget, **cell.options)
+        options = with_tokenizer(cell.policy, cell.options, self._tokenizer)
+        return make_cache(cell.policy, self._model, cell.budget, **options)
 
 
 def check_policies(options_by_policy: Iterable[tuple[str, Iterable[str]]]) -> None:

@@ -78,13 +78,14 @@ def generate(
         from transformers import TextStreamer
 
         from .compat import cache_argument
-        from .config import make_cache
+        from .config import make_cache, with_tokenizer
         from .eval.cli import load_for_command
 
         _check_policy(policy)
         loaded = load_for_command(model, dtype, device)
-        cache = make_cache(policy, loaded.model, _value(budget), **_options(set_))
         tokenizer = loaded.tokenizer
+        options = with_tokenizer(policy, _options(set_), tokenizer)
+        cache = make_cache(policy, loaded.model, _value(budget), **options)
         if chat and getattr(tokenizer, "chat_template", None):
             message = [{"role": "user", "content": text}]
             text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)

@@ -13,7 +13,7 @@ from .errors import ConfigError, did_you_mean
 from .policies.base import BudgetLike, ModelOrConfig
 from .registry import available_policies, policy_class
 
-__all__ = ["PolicySpec", "load_policy", "make_cache", "policy_options"]
+__all__ = ["PolicySpec", "load_policy", "make_cache", "policy_options", "with_tokenizer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,12 @@ def policy_options(name: str) -> tuple[str, ...]:
     """Return the option names of a policy's constructor."""
     parameters = inspect.signature(policy_class(name)).parameters.values()
     return tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
+
+
+def with_tokenizer(name: str, options: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Return options with the tokenizer added where the policy takes one and the options say nothing about it."""
+    takes = "tokenizer" in policy_options(name) and "tokenizer" not in options
+    return {**options, "tokenizer": tokenizer} if takes else dict(options)
 
 
 def make_cache(

@@ -21,7 +21,7 @@ from bench_lib.models import POLICIES, stock_twin
 from bench_lib.ragged import ragged_measures
 from bench_lib.report import Measure, environment, print_report, write_json
 from bench_lib.shapes import SHAPES, random_model
-from bench_lib.timing import Case, decode_measures, prefill_measures
+from bench_lib.timing import Case, decode_measures, prefill_measures, unbudgeted_measures
 from bench_lib.transient import transient_measure
 from script_lib.loading import DTYPES, load_model, load_tokenizer, resolve_model, use_threads
 from script_lib.prompts import filler_ids
@@ -29,7 +29,7 @@ from script_lib.prompts import filler_ids
 PEAK_POLICY = "snapkv"
 PEAK_ROWS = 512
 TRANSIENT_TOKENS = (4096, 8192)
-PARTS = ("decode", "prefill", "bytes", "peak", "curve", "ragged", "answer", "transient")
+PARTS = ("decode", "unbudgeted", "prefill", "bytes", "peak", "curve", "ragged", "answer", "transient")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -88,6 +88,11 @@ def timed_parts(arguments: argparse.Namespace, model: Any, stock: Any, filler: l
         for number, case in enumerate(cases, start=1):
             note(f"decode {number}/{len(cases)}: {case}, {arguments.rounds} rounds")
             yield from decode_measures(model, stock, filler, case, arguments.rounds)
+    if "unbudgeted" in arguments.parts:
+        for batch in arguments.batches:
+            for context in arguments.contexts:
+                note(f"unbudgeted: batch {batch}, context {context}, {arguments.rounds} rounds")
+                yield from unbudgeted_measures(model, filler, batch, context, arguments.rounds)
 
 
 def child_arguments(arguments: argparse.Namespace, name: str) -> list[str]:
@@ -150,7 +155,7 @@ def main() -> int:
         if "curve" in arguments.parts:
             note(f"curve: {arguments.curve_steps} decode steps of a tiny model, all policies side by side")
             measures += curve_measures(arguments.device, arguments.curve_steps)
-        if set(arguments.parts) & {"decode", "prefill", "bytes", "transient"}:
+        if set(arguments.parts) & {"decode", "unbudgeted", "prefill", "bytes", "transient"}:
             model = load_model(name, arguments.device, arguments.dtype)
             if "transient" in arguments.parts:
                 note("transient: one layer's evidence over two lengths")

@@ -68,7 +68,7 @@ def examples_of(sweep: str, numbers: list[int]) -> list[Example]:
     config = load_sweep(Path(sweep))
     point = next(task_points(config))
     encoder = PromptEncoder(load_model(config.model.name, dtype="float32").tokenizer)
-    found = make_task(point.task.name).examples(point.request, encoder)
+    found = make_task(point.task.name, point.task.params).examples(point.request, encoder)
     return [found[number] for number in numbers]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -81,11 +82,11 @@ class FamilyRule:
 
     def local_rows(self, tokens: int) -> int:
         """Return how many of the newest rows a local family keeps."""
-        return max(1, int(Fraction(str(self.local_ratio)) * tokens))
+        return max(1, int(_as_written(self.local_ratio) * tokens))
 
     def heavy_rows(self, tokens: int) -> int:
         """Return how many further rows a heavy family keeps."""
-        return math.ceil(Fraction(str(self.heavy_ratio)) * tokens)
+        return math.ceil(_as_written(self.heavy_ratio) * tokens)
 
     def terms(self, family: int, profile_tokens: int, tokens: int) -> FamilyTerms:
         """Return what a family means once `tokens` were fed; its sizes are those of the profile."""
@@ -103,19 +104,22 @@ class FamilyRule:
         Where the limit admits none, the widest one below the full cache is chosen; its rows are then cut to the limit.
         A recovery of 1 asks for every row: rounding, or attention that underflows, is no reason to drop one.
         """
-        rows = head.mass_N.shape[0]
         if self.recovery >= 1.0:
-            return FULL_FAMILY if rows <= most_rows else WIDEST_FAMILY
+            return FULL_FAMILY if head.mass_N.shape[0] <= most_rows else WIDEST_FAMILY
+        candidates = self.candidates(head, tokens)
+        best = smallest_enough(candidates, self.recovery, most_rows)
+        return WIDEST_FAMILY if best is None else candidates.index(best)
+
+    def candidates(self, head: HeadMass, tokens: int) -> list[Candidate]:
+        """Return what each family would keep of one owner's rows, and the attention it recovers."""
         keep_PN = torch.stack([self.kept(head, family, tokens) for family in FAMILIES[:FULL_FAMILY]])
         local_P1 = torch.tensor([[family.local] for family in FAMILIES[:FULL_FAMILY]], device=keep_PN.device)
         mass, band = head.mass_N.double(), head.band_N.double()
         shares_PN = torch.where(keep_PN, mass, torch.where(local_P1, band, 0.0))
         recovered = (shares_PN.sum(-1) / mass.sum()).tolist()
         counts = keep_PN.sum(-1).tolist()
-        measured = zip(FAMILIES, [*counts, rows], [*recovered, 1.0], strict=True)
-        candidates = [Candidate(name=family.name, rows=kept, recovery=share) for family, kept, share in measured]
-        best = smallest_enough(candidates, self.recovery, most_rows)
-        return WIDEST_FAMILY if best is None else candidates.index(best)
+        measured = zip(FAMILIES, [*counts, head.mass_N.shape[0]], [*recovered, 1.0], strict=True)
+        return [Candidate(name=family.name, rows=kept, recovery=share) for family, kept, share in measured]
 
     def kept(self, head: HeadMass, family: Family, tokens: int) -> Tensor:
         """Return the rows of a family below the full cache, bool [N]. Ties keep the lower position."""
@@ -129,3 +133,9 @@ class FamilyRule:
         ranked = torch.where(keep_N, -1.0, head.mean_N)
         best = torch.argsort(ranked, descending=True, stable=True)[: self.heavy_rows(tokens)]
         return keep_N.index_fill(0, best, True)
+
+
+@lru_cache(maxsize=64)
+def _as_written(ratio: float) -> Fraction:
+    """Return a ratio as the decimal it was written as; every decode step asks."""
+    return Fraction(str(ratio))

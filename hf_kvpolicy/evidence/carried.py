@@ -51,6 +51,12 @@ class QueryBlock:
         seen = self.logits_BSGTN[:, :, 0] > float("-inf")
         return seen if self.real_BT is None else seen & self.real_BT[:, None, :, None]
 
+    @property
+    def seen_counts_BSN(self) -> Tensor:
+        """How many real queries see each row."""
+        # Bytes add faster than booleans do.
+        return self.seen_BSTN.view(torch.uint8).sum(dim=2, dtype=torch.int32)
+
 
 class CarriedEvidence(ABC):
     """Scores that accumulate. A new row starts with a state of zeros; a row that is dropped takes its state along."""

@@ -37,7 +37,7 @@ class CumulativeAttention(CarriedEvidence):
             attention = attention.to(block.dtype).float()
         state_BSNX[..., 0] += reduce_group(attention, group).sum(dim=2)
         if self.normalize:
-            state_BSNX[..., 1] += block.seen_BSTN.sum(dim=2)
+            state_BSNX[..., 1] += block.seen_counts_BSN
 
     def scores(self, state_SNX: Tensor, tokens_MN: Tensor) -> Tensor:
         """Return the sums, or the means."""

@@ -60,7 +60,7 @@ class GumbelSoftmax(CarriedEvidence):
             state_BSNX[..., -1] *= (block.clock_BT > 0).any(dim=1).view(-1, 1, 1)
         state_BSNX[..., 0] += reduce_group(weights, group).sum(dim=2)
         if self.normalize:
-            state_BSNX[..., 1] += block.seen_BSTN.sum(dim=2)
+            state_BSNX[..., 1] += block.seen_counts_BSN
 
     def scores(self, state_SNX: Tensor, tokens_MN: Tensor) -> Tensor:
         """Return the sums or means; frozen keys stand above every other row."""

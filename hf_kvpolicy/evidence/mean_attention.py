@@ -43,12 +43,17 @@ class MeanAttention(CarriedEvidence):
         weights_BSTN = reduce_group(block.attention_BSGTN, group)
         received_BSN = weights_BSTN.sum(dim=2)
         state_BSNX[..., 0] += received_BSN
-        state_BSNX[..., 1] += block.seen_BSTN.sum(dim=2)
+        state_BSNX[..., 1] += block.seen_counts_BSN
         if self.local_rows is not None:
-            last_far_BT = block.query_tokens_BT - self.local_rows
-            is_far_BMTN = block.row_tokens_BMN[:, :, None, :] <= last_far_BT[:, None, :, None]
             state_BSNX[..., 2] += received_BSN
-            state_BSNX[..., 3] += weights_BSTN.masked_fill_(is_far_BMTN, 0.0).sum(dim=2)
+            state_BSNX[..., 3] += (self._near(block, self.local_rows) * weights_BSTN).sum(dim=2)
+
+    @staticmethod
+    def _near(block: QueryBlock, local_rows: int) -> Tensor:
+        """Return 1 where a row is among a query's newest rows, else 0, fp32 [B, M, T, N]."""
+        last_far_BT = (block.query_tokens_BT - local_rows).float()
+        # Whole numbers: clamping their difference costs a fraction of comparing and masking.
+        return (block.row_tokens_BMN.float()[:, :, None, :] - last_far_BT[:, None, :, None]).clamp_(0.0, 1.0)
 
     def scores(self, state_SNX: Tensor, tokens_MN: Tensor) -> Tensor:
         """Return the means."""

@@ -16,6 +16,8 @@ DENSE = ("streaming_llm", "sliding_window", "snapkv", "random", "h2o", "scissorh
 # Their rows are stored ragged; they are compared with snapkv, which holds as many rows in a rectangle.
 RAGGED = ("pyramidkv", "zigzagkv", "adakv", "headkv")
 POLICIES = (*DENSE, *RAGGED)
+# Policies whose rows depend on the prompt and not on a budget: decode is compared with snapkv at the rows they took.
+UNBUDGETED = ("fastgen",)
 # Policies that drop tokens while a prompt runs; they are timed on prompts only, with the schedule they have by default.
 PRUNING_POLICIES = ("pyramidinfer",)
 
@@ -31,7 +33,7 @@ def new_cache(policy: str | None, model: Any, budget: int) -> Any:
     if policy is None:
         return DynamicCache(config=model.config)
     try:
-        return kv.make_cache(policy, model, budget=None if policy in PRUNING_POLICIES else budget)
+        return kv.make_cache(policy, model, budget=None if policy in (*PRUNING_POLICIES, *UNBUDGETED) else budget)
     except kv.CheckpointAdmissionError:
         # No profile is shipped for this model; what is measured here does not depend on which head has how many rows.
         return kv.make_cache(policy, model, budget=budget, profile="uniform")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .models import POLICIES, PRUNING_POLICIES, RAGGED, batch_ids, forward, new_cache, stored_rows
+from .models import POLICIES, PRUNING_POLICIES, RAGGED, UNBUDGETED, batch_ids, forward, new_cache, stored_rows
 from .report import Measure
 
 # Decode that takes evidence from every step does more work than decode that does not.
@@ -138,6 +138,22 @@ def decode_measures(model: Any, stock: Any, filler: list[int], case: Case, round
         yield Measure("decode ms/token over snapkv", name, value, "<=", target, details)
 
 
+def unbudgeted_measures(model: Any, filler: list[int], batch: int, context: int, rounds: int) -> Iterator[Measure]:
+    """ms/token of a policy that takes the rows it needs over snapkv with a budget of as many."""
+    ids, layers = batch_ids(filler, batch, context, model.device), model.config.get_text_config().num_hidden_layers
+    for policy in UNBUDGETED:
+        probe = new_cache(policy, model, 0)
+        forward(model, ids, probe)
+        rows = round(stored_rows(probe, layers))
+        del probe
+        case = Case(batch, context, rows)
+        contenders = [_policy_contender(name, model, ids, case)[0] for name in ("snapkv", policy)]
+        seconds = interleaved(contenders, rounds)
+        value, details = _ratio(seconds[policy], seconds["snapkv"], 1e3 / BLOCK_TOKENS)
+        name = f"{policy}, {rows} rows in the mean as it chose, context {context}, batch {batch}"
+        yield Measure("decode ms/token over snapkv", name, value, "<=", RAGGED_TARGETS.get(batch), details)
+
+
 def prefill_measures(model: Any, stock: Any, filler: list[int], case: Case, rounds: int) -> Iterator[Measure]:
     """Prefill time of each policy over transformers' own cache."""
     ids = batch_ids(filler, case.batch, case.context, model.device)
@@ -151,10 +167,10 @@ def prefill_measures(model: Any, stock: Any, filler: list[int], case: Case, roun
 
         return Contender(policy or "stock", prepare)
 
-    policies = (*POLICIES, *PRUNING_POLICIES)
+    policies = (*POLICIES, *UNBUDGETED, *PRUNING_POLICIES)
     seconds = interleaved([contender(policy) for policy in (None, *policies)], rounds)
     for policy in policies:
         value, details = _ratio(seconds[policy], seconds["stock"], 1e3)
-        rows = "default schedule" if policy in PRUNING_POLICIES else f"{case.rows} rows"
+        rows = "defaults" if policy in (*UNBUDGETED, *PRUNING_POLICIES) else f"{case.rows} rows"
         name = f"{policy}, {rows}, context {case.context}, batch {case.batch}"
         yield Measure("prefill", name, value, "<=", PREFILL_TARGETS.get(policy), details)

@@ -56,7 +56,13 @@ def test_a_run_compares_with_the_models_own_cache(tmp_path: Path, share: bool) -
         "policies": ["snapkv"],
     }
     loaded = tiny_loaded()
-    run_sweep(parse_sweep(document), loaded, RunDirectory(tmp_path), EngineBuilder(loaded.model), say=lambda line: None)
+    run_sweep(
+        parse_sweep(document),
+        loaded,
+        RunDirectory(tmp_path),
+        EngineBuilder(loaded.model, loaded.tokenizer),
+        say=lambda line: None,
+    )
     rows = RunDirectory(tmp_path).rows()
     assert len(rows) == 2 * 2 * 3
     for row in rows:

@@ -43,7 +43,7 @@ class Counted:
 
 def run(loaded: LoadedModel, folder: Path, **changes: Any) -> list[Row]:
     config, directory = parse_sweep({**DOCUMENT, **changes}), RunDirectory(folder)
-    outcome = run_sweep(config, loaded, directory, EngineBuilder(loaded.model), say=lambda line: None)
+    outcome = run_sweep(config, loaded, directory, EngineBuilder(loaded.model, loaded.tokenizer), say=lambda line: None)
     assert outcome.failed == 0
     return directory.rows()
 

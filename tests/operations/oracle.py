@@ -47,6 +47,10 @@ class Oracle:
     open_start: int = 0
     evicted_at: int = 0
     decided: bool = False
+    # Whether the operation must have dropped a row; and per batch row the committed tokens that each owner had lost
+    # when it was last looked at.
+    drops: bool = False
+    lost: list[list[set[int]]] = field(default_factory=list)
 
     @classmethod
     def of(cls, cache: Any) -> Oracle:
@@ -136,8 +140,8 @@ class Oracle:
             else:
                 self.rows = [NO_LIMIT if self.budget is None else int(self.budget)] * len(self.mask)
         kept = [self._kept(count, rows) for count, rows in zip(self.counts, self.rows, strict=True)]
-        if kept != self.counts:
-            self.evicted_at = self.columns
+        if kept != self.counts and not self.by_family:
+            self.evicted_at, self.drops = self.columns, True
         self.counts, self.is_open, self.decided = kept, False, True
 
     def _kept(self, count: int, rows: int) -> int:
@@ -187,10 +191,12 @@ class Oracle:
                 self.is_open = False
             if not self.columns:
                 self.mask, self.counts, self.rows, self.evicted_at, self.decided = [], [], None, 0, False
+                self.lost = []
 
     def batch(self, index: list[int]) -> None:
         self.mask = [list(self.mask[i]) for i in index] if self.mask else []
         self.counts = [self.counts[i] for i in index] if self.counts else []
+        self.lost = [list(self.lost[i]) for i in index] if self.lost else []
         if self.rows is not None:
             self.rows = [self.rows[i] for i in index]
         if self.waiting is not None:
@@ -204,7 +210,7 @@ class Oracle:
         self.recording = on
 
     def reset(self) -> None:
-        self.mask, self.counts, self.rows, self.waiting = [], [], None, None
+        self.mask, self.counts, self.rows, self.waiting, self.lost = [], [], None, None, []
         self.recording = self.recorded_any = self.is_open = self.decided = False
         self.evicted_at = 0
 
@@ -227,12 +233,35 @@ class Oracle:
             assert stored.sum(dim=(0, 2)).tolist() == [count * layers * heads for count in self.counts]
         if not self.by_family and cache.composition.allocation is UNIFORM:
             assert stored.tolist() == [[[count] * heads for count in self.counts]] * layers
+        lost: list[list[set[int]]] = [[] for _ in self.counts]
         for layer in range(layers):
-            for row in range(len(self.counts)):
+            for row, fed in enumerate(self.tokens):
                 for head, tokens in enumerate(cache.positions(layer, row)):
-                    count = int(stored[layer, row, head])
-                    assert len(tokens) == count
+                    assert len(tokens) == int(stored[layer, row, head])
                     assert tokens.tolist() == sorted(set(tokens.tolist()))
-                    if count:
-                        assert tokens[0] >= 0
-                        assert tokens[-1] < self.tokens[row]
+                    lost[row].append(set(range(fed)) - set(tokens.tolist()))
+                    assert len(lost[row][-1]) == fed - len(tokens), "every row is a committed token's"
+        self._note_losses(lost)
+        self._check_evicted(cache._runtime.snapshot.evicted_at_column)
+
+    def _note_losses(self, lost: list[list[set[int]]]) -> None:
+        """Compare what owners lost in this operation with what counts said; families say nothing, and are believed.
+
+        A row once lost is lost for good. For families it only matters whether there was a loss, not at which column:
+        their rows carry scores, so that accepted tokens are taken back all at once or not at all.
+        """
+        before = self.lost or [[set() for _ in owners] for owners in lost]
+        # Tokens that were taken back are no loss any more.
+        before = [[own & set(range(n)) for own in owners] for owners, n in zip(before, self.tokens, strict=True)]
+        pairs = [pair for old, new in zip(before, lost, strict=True) for pair in zip(old, new, strict=True)]
+        assert all(old <= new for old, new in pairs), "a row that was dropped came back"
+        dropped = any(new - old for old, new in pairs)
+        if self.by_family:
+            self.evicted_at = self.columns if dropped else self.evicted_at
+        else:
+            assert dropped == self.drops, "rows leave when counts say so, and only then"
+        self.lost, self.drops = lost, False
+
+    def _check_evicted(self, column: int) -> None:
+        """Compare the column before which nothing can be taken back."""
+        assert column == self.evicted_at or (self.by_family and column and self.evicted_at)

@@ -5,4 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+TESTS = Path(__file__).parents[1]
+# The tiny model with a tiny tokenizer is one of tests/eval/.
+sys.path[:0] = [str(TESTS.parent / "scripts"), str(TESTS / "eval")]

@@ -121,6 +121,48 @@ def test_accepted_drafts_keep_the_profile() -> None:
     recorded.check_integrity()
 
 
+@pytest.mark.parametrize("group", ["mean", "max"])
+@pytest.mark.filterwarnings("ignore:.*two prompt segments follow")
+def test_a_prompt_attends_with_the_softmax_of_its_profile(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output, families and rows are those of the backend's kernel with a softmax of its own, pads and all."""
+    model, mask = llama(3), torch.ones(2, 64, dtype=torch.long)
+    mask[0, :7] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+
+    def run() -> tuple[kv.FastGenCache, list[torch.Tensor]]:
+        cache, logits = kv.FastGenCache(model, recovery=0.7, group=group, **KINDS), []
+        for first, end in ((0, 40), (40, 63), (63, 64)):
+            part = {"attention_mask": mask[:, :end], "position_ids": positions[:, first:end]}
+            with torch.no_grad():
+                ids = tokens(64, seed=3).repeat(2, 1)[:, first:end]
+                found = model(ids, **part, **{cache_argument(): cache}).logits
+            logits.append(found[1] if first else torch.cat([found[0, 7:], found[1]]))
+        return cache, logits
+
+    shared, output = run()
+    monkeypatch.setattr("hf_kvpolicy.engine.ragged.segment.computes_like_blocks", lambda *_: False)
+    apart, expected = run()
+    for ours, theirs in zip(output, expected, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+    for layer in range(LAYERS):
+        for row in range(2):
+            assert shared.families(layer, row) == apart.families(layer, row)
+            kept_rows = zip(shared.positions(layer, row), apart.positions(layer, row), strict=True)
+            assert all(ours.equal(theirs) for ours, theirs in kept_rows)
+
+
+def test_the_pad_of_a_finished_row_is_no_dropped_row() -> None:
+    model, mask = llama(3), torch.ones(2, 9, dtype=torch.long)
+    cache = kv.FastGenCache(model, recovery=1.0, **KINDS)
+    with torch.no_grad():
+        model(tokens(8).repeat(2, 1), attention_mask=mask[:, :8], **{cache_argument(): cache})
+        mask[0, 8] = 0
+        model(tokens(1).repeat(2, 1), attention_mask=mask, **{cache_argument(): cache})
+    assert cache.stored_rows(0).tolist() == [[8] * 3, [9] * 3]
+    cache.crop(-9)
+    assert cache.get_seq_length() == 0
+
+
 # -- tokens by kind ---------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,8 @@ While the token attends every slot of an owner is live, so no mask is needed; a 
 owner's next row takes, and nothing published is overwritten. All layers are decided at once after the last one.
 `RaggedSegmentStep` with the same families is the oracle.
 
-Letters: B batch rows, S stored heads, O owners of one layer (b * S + s), T query tokens, n rows of one owner.
+Letters: B batch rows, S stored heads, G query heads of one, O owners of one layer (b * S + s), T query tokens, n rows
+of one owner, N rows, P slots of all owners.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class RaggedDecodeStep(RaggedForward):
     ) -> None:
         super().__init__(runtime, snapshot, inputs, transaction)
         self.budget_rows = budget
-        # Per layer, of every owner's first n + 1 slots: attention received, and (as rows ascend) which rows were seen.
+        # Per layer, of every owner's first n + 1 slots: attention by query head [G, ...], and (as rows ascend) which
+        # rows were seen.
         self._received: dict[int, Tensor] = {}
         self._seen: dict[int, Tensor | None] = {}
 
@@ -68,8 +70,7 @@ class RaggedDecodeStep(RaggedForward):
         view, masks = self.buffers[step.layer].view(base, 1), None if shown is None else _by_slot(shown, base)
         output, parts = attend_one(query, view, masks, self.scaling)
         with stored_tensors():
-            reduced = [reduce_group(part.detach(), self.runtime.composition.group).flatten() for part in parts]
-            self._received[step.layer] = torch.cat(reduced)
+            self._received[step.layer] = torch.cat([_by_query_head(part.detach()) for part in parts], dim=1)
             self._seen[step.layer] = None if shown is None else torch.cat(shown)
         return output
 
@@ -123,7 +124,9 @@ class RaggedDecodeStep(RaggedForward):
         }
         limits = [(terms[f, row], self.budget_rows[row], self.inputs.new_tokens[row] > 0) for f, row in owners]
         new = self.new_map()
-        received = [self._received[i].to(device) for i in range(layers)]
+        received_GP = torch.cat([self._received[i].to(device) for i in range(layers)], dim=1)
+        # Query heads of a group lie on axis 2; once for all layers, because a call costs more than its sums.
+        received_P = reduce_group(received_GP[None, None], policy.group)[0, 0]
         seen = [self._seen[i] for i in range(layers)]
         return replace_rows(
             [self.base(i) for i in range(layers)],
@@ -131,13 +134,18 @@ class RaggedDecodeStep(RaggedForward):
                 columns_B=new.columns_BMW[:, 0, 0],
                 tokens_B=new.tokens_BMW[:, 0, 0],
                 kinds_BF=frontier.kinds_BF.to(device),
-                received_P=torch.cat(received),
-                seen_P=_seen_everywhere(seen, received),
+                received_P=received_P,
+                seen_P=_seen_everywhere(seen, [self._received[i].shape[1] for i in range(layers)], device),
             ),
             OwnerLimits.of(limits, device),
             sinks=policy.sinks,
             protect=policy.protect,
         )
+
+
+def _by_query_head(attention_BSG1N: Tensor) -> Tensor:
+    """Return attention as [G, B * S * N], owner after owner."""
+    return attention_BSG1N.flatten(0, 1).squeeze(2).transpose(0, 1).flatten(1)
 
 
 def _by_slot(shown: list[Tensor], base: RaggedMap) -> list[Tensor | None]:
@@ -150,8 +158,9 @@ def _by_slot(shown: list[Tensor], base: RaggedMap) -> list[Tensor | None]:
     return found
 
 
-def _seen_everywhere(seen: list[Tensor | None], received: list[Tensor]) -> Tensor | None:
+def _seen_everywhere(seen: list[Tensor | None], slots: list[int], device: torch.device) -> Tensor | None:
+    """Return which rows were seen in all layers; a layer without a mask saw all of its `slots`."""
     if all(part is None for part in seen):
         return None
-    pairs = zip(seen, received, strict=True)
-    return torch.cat([torch.ones_like(r, dtype=torch.bool) if s is None else s.to(r.device) for s, r in pairs])
+    pairs = zip(seen, slots, strict=True)
+    return torch.cat([torch.ones(n, dtype=torch.bool, device=device) if s is None else s.to(device) for s, n in pairs])

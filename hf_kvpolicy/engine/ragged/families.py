@@ -1,7 +1,7 @@
 """Profile heads after a prompt, give each a family of policies, and select the rows its family keeps (0x08H).
 
-Letters: L layers, O owners (b * S + s), S stored heads, G query heads of one owner, W held queries, Q query heads, D
-head dimension, n rows of one owner, X state channels.
+Letters: L layers, O owners (b * S + s), B batch rows, S stored heads, G query heads of one owner, T new tokens, W held
+queries, Q query heads, D head dimension, n rows of one owner, X state channels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...selection import class_ranks, keep_by_class, row_classes
 from ...storage import RaggedLayer, RowMap
 from ..composition import Composition
 from ..decide import check_finite
-from ..evidence_blocks import SegmentQueries, observe_queries, workspace_bytes
+from ..evidence_blocks import SegmentQueries, attend_queries, observe_queries, workspace_bytes
 from ..snapshot import Frontier, Snapshot
 from ..token_kinds import PUNCTUATION_TOKEN, SPECIAL_TOKEN
 from .owners import OwnerCandidates, OwnerQueries
@@ -74,6 +74,8 @@ class FamilyDecider(OwnerDecider):
         self._measures = [again or not tokens for tokens in self._profile_tokens]
         self._chosen_LO: list[tuple[int, ...]] = []
         self._finite: list[Tensor] = []
+        # States of the layer whose queries have attended, until its rows are chosen.
+        self._attended: list[Tensor] | None = None
         self._dropped = 0
         self.layers: dict[int, RaggedLayer] = {}
 
@@ -87,37 +89,41 @@ class FamilyDecider(OwnerDecider):
         """Whether an owner lost a row."""
         return self._dropped > 0
 
+    @property
+    def may_attend(self) -> bool:
+        """Whether a prompt's output may come from the softmax of its profile: one that is kept whole equals stock."""
+        return self._rule.recovery < 1.0
+
+    def attend(self, layer: int, candidates: OwnerCandidates, queries_BQTD: Tensor, seen: OwnerQueries) -> Tensor:
+        """Attend with a prompt's queries over every owner's rows and add them to the states at once. [B, T, Q, D]."""
+        batch, heads, tokens, _ = queries_BQTD.shape
+        dim = candidates.rows(0)[1].shape[-1]
+        output_BTQD = queries_BQTD.new_zeros((batch, tokens, heads, dim))
+        self._attended = self._states(layer, candidates, queries_BQTD, seen, output_BTQD)
+        return output_BTQD
+
     def observe(
         self, layer: int, candidates: OwnerCandidates, queries_BQWD: Tensor | None, seen: OwnerQueries | None
     ) -> None:
         """Profile, choose and pack one layer."""
         enter = self._transaction.enter
         enter(layer, Phase.SCORE)
-        if seen is not None and not layer:
-            self._open_profiles(seen)
-        maps, base = candidates.maps(), candidates.base
-        carried = None if base.states_NX is None else torch.split(base.states_NX, list(base.lengths))
-        families, chosen, states = [], [], []
-        for number, table in enumerate(maps):
+        attended, self._attended = self._attended, None
+        states = self._states(layer, candidates, queries_BQWD, seen) if attended is None else attended
+        maps, families, chosen = candidates.maps(), [], []
+        for number, (table, state_nX) in enumerate(zip(maps, states, strict=True)):
             owner = self._owner(number, table)
-            evidence = self._evidence(owner.row)
-            state_nX = torch.zeros(table.width, evidence.channels, device=table.tokens_BMW.device)
-            if carried is not None:
-                state_nX[: base.lengths[number], :2] = carried[number]
-            if seen is not None and queries_BQWD is not None and seen.count(owner.row):
-                keys_nD, _ = candidates.rows(number)
-                self._add(evidence, state_nX, layer, owner, keys_nD, queries_BQWD, seen)
             family = self._families_LO[layer][number] if self._families_LO else FULL_FAMILY
-            if evidence.local_rows is not None:
+            if self._evidence(owner.row).local_rows is not None:
                 family = self._profile(state_nX, owner)
             families.append(family)
             chosen.append(self._kept(state_nX, owner, family))
-            states.append(state_nX[:, :2])
         for phase in (Phase.PROTECT, Phase.SELECT, Phase.VALIDATE, Phase.ADMIT, Phase.RESERVE):
             enter(layer, phase)
         self._chosen_LO.append(tuple(families))
         self._dropped += sum(m.width - k.shape[0] for m, k in zip(maps, chosen, strict=True) if k is not None)
-        self.layers[layer] = pack_owners(candidates, maps, chosen, self._heads, states)
+        kept_states = [state_nX[:, :2] for state_nX in states]
+        self.layers[layer] = pack_owners(candidates, maps, chosen, self._heads, kept_states)
         enter(layer, Phase.PACK)
 
     def finish(self, num_layers: int) -> tuple[RaggedLayer, ...]:
@@ -134,6 +140,42 @@ class FamilyDecider(OwnerDecider):
         return {"families_LO": tuple(self._chosen_LO), "profile_tokens": tuple(self._profile_tokens)}
 
     # -- score --------------------------------------------------------------------------------------------------------
+
+    def _states(
+        self,
+        layer: int,
+        candidates: OwnerCandidates,
+        queries_BQWD: Tensor | None,
+        seen: OwnerQueries | None,
+        output_BTQD: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Return every owner's states with the observed queries added, and write their output where it is wanted."""
+        if seen is not None and not layer:
+            self._open_profiles(seen)
+        base, states = candidates.base, list[Tensor]()
+        carried = None if base.states_NX is None else torch.split(base.states_NX, list(base.lengths))
+        for number, table in enumerate(candidates.maps()):
+            row, head = divmod(number, self._heads)
+            evidence = self._evidence(row)
+            state_nX = torch.zeros(table.width, evidence.channels, device=table.tokens_BMW.device)
+            if carried is not None:
+                state_nX[: base.lengths[number], :2] = carried[number]
+            if seen is not None and queries_BQWD is not None and seen.count(row):
+                keys_nD, values_nD = candidates.rows(number)
+                queries = self._queries(layer, row, head, table, keys_nD, queries_BQWD, seen)
+                self.workspace_bytes = max(
+                    self.workspace_bytes, workspace_bytes(evidence, queries.queries_BQTD, table.width)
+                )
+                if output_BTQD is None:
+                    observe_queries(evidence, self._policy.group, state_nX[None, None], queries)
+                else:
+                    attended = attend_queries(
+                        evidence, self._policy.group, state_nX[None, None], queries, values_nD[None, None]
+                    )
+                    seen.place(output_BTQD, attended, row, head, self._heads)
+                self._finite.append(torch.isfinite(state_nX).all())
+            states.append(state_nX)
+        return states
 
     def _open_profiles(self, seen: OwnerQueries) -> None:
         """Fix which batch rows are profiled: those that brought queries, and were not profiled or are to be again."""
@@ -152,39 +194,32 @@ class FamilyDecider(OwnerDecider):
         kinds_n = self._frontier.kinds_BF[row].index_select(0, table.columns_BMW[0, 0].long())
         return _Owner(number=number, row=row, head=head, table=table, kinds_n=kinds_n)
 
-    def _add(
+    def _queries(
         self,
-        evidence: MeanAttention,
-        state_nX: Tensor,
         layer: int,
-        owner: _Owner,
+        row: int,
+        head: int,
+        table: RowMap,
         keys_nD: Tensor,
         queries_BQWD: Tensor,
         seen: OwnerQueries,
-    ) -> None:
-        """Add the observed queries to the states of one owner's rows, in blocks."""
-        queries_1GWD = seen.of_owner(queries_BQWD, owner.row, owner.head, self._heads)
-        shown, newest, device = seen.seen(owner.row, owner.table), self._frontier.tokens[owner.row], keys_nD.device
-        tokens_1W = torch.arange(newest - queries_1GWD.shape[2], newest, device=device)[None]
-        self.workspace_bytes = max(self.workspace_bytes, workspace_bytes(evidence, queries_1GWD, owner.table.width))
-        observe_queries(
-            evidence,
-            self._policy.group,
-            state_nX[None, None],
-            SegmentQueries(
-                layer=layer,
-                queries_BQTD=queries_1GWD,
-                columns_BT=shown.columns_BW,
-                query_tokens_BT=tokens_1W,
-                real_BT=None,
-                clock_BT=torch.zeros_like(tokens_1W),
-                keys_BSND=keys_nD[None, None],
-                view=owner.table,
-                visibility=shown.visibility,
-                scaling=seen.scaling,
-            ),
+    ) -> SegmentQueries:
+        """Return the observed queries of one owner and the rows they may see."""
+        queries_1GWD = seen.of_owner(queries_BQWD, row, head, self._heads)
+        shown, newest = seen.seen(row, table), self._frontier.tokens[row]
+        tokens_1W = torch.arange(newest - queries_1GWD.shape[2], newest, device=keys_nD.device)[None]
+        return SegmentQueries(
+            layer=layer,
+            queries_BQTD=queries_1GWD,
+            columns_BT=shown.columns_BW,
+            query_tokens_BT=tokens_1W,
+            real_BT=None,
+            clock_BT=torch.zeros_like(tokens_1W),
+            keys_BSND=keys_nD[None, None],
+            view=table,
+            visibility=shown.visibility,
+            scaling=seen.scaling,
         )
-        self._finite.append(torch.isfinite(state_nX).all())
 
     # -- choose, protect, select --------------------------------------------------------------------------------------
 

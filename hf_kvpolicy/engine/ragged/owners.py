@@ -1,7 +1,7 @@
 """One layer's candidates and queries, owner by owner: what was stored, what was appended, without pads.
 
 Letters: O owners (b * S + s), B batch rows, S stored heads, W slots of a tail or held queries, n rows of one owner, D
-head dimension, Q query heads.
+head dimension, Q query heads, G query heads of one owner, T new tokens.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class OwnerQueries:
         scaling: float,
         batch: int,
     ) -> None:
-        self.scaling = scaling
+        self.scaling, self._columns_after = scaling, columns_after
         self._index: list[Tensor | None] = [None] * batch
         self._columns: list[Tensor] = []
         self._visibility: list[Visibility] = []
@@ -122,6 +122,16 @@ class OwnerQueries:
         queries = queries_BQWD[row : row + 1, head * group : (head + 1) * group]
         index = self._index[row]
         return queries if index is None else queries.index_select(2, index.to(queries.device))
+
+    def place(self, output_BTQD: Tensor, part_1WGD: Tensor, row: int, head: int, heads: int) -> None:
+        """Write the output of one owner's query heads to the places of its queries; pads keep what they have."""
+        tokens, group = output_BTQD.shape[1], output_BTQD.shape[2] // heads
+        output_TGD = output_BTQD[row, :, head * group : (head + 1) * group]
+        if self.count(row) == tokens:
+            output_TGD.copy_(part_1WGD[0])
+        else:
+            place_W = self._columns[row][0] - (self._columns_after - tokens)
+            output_TGD.index_copy_(0, place_W.to(output_TGD.device), part_1WGD[0])
 
     def seen(self, row: int, view: RowMap) -> SeenRows:
         """Return which of an owner's rows these queries see."""

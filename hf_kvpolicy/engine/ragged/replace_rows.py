@@ -45,7 +45,7 @@ class OwnerLimits:
     keeps_punctuation_O: Tensor
     # Whether the owner's batch row brought a token (and not a pad).
     brings_O: Tensor
-    all_bring: bool
+    brings: tuple[bool, ...]
 
     @classmethod
     def of(cls, limits: Sequence[tuple[FamilyTerms, int, bool]], device: torch.device) -> OwnerLimits:
@@ -61,8 +61,13 @@ class OwnerLimits:
             newest_from_O=newest,
             keeps_punctuation_O=punctuation.bool(),
             brings_O=brings.bool(),
-            all_bring=all(brings for _, _, brings in limits),
+            brings=tuple(brings for _, _, brings in limits),
         )
+
+    @property
+    def all_bring(self) -> bool:
+        """Whether no batch row brought a pad."""
+        return all(self.brings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -123,7 +128,9 @@ def replace_rows(
     # The one question to the device: which owners drop a row, and whether all scores are numbers.
     *drops, finite = torch.cat([drops_O, torch.isfinite(scores_P).all()[None]]).tolist()
     check_finite([torch.tensor(finite)])
-    return Replaced(maps=_without(maps, joined, victim_O, drops_O, drops), drops_rows=any(drops))
+    # A pad that leaves is no loss.
+    lost = any(gone for gone, brings in zip(drops, limits.brings, strict=True) if brings)
+    return Replaced(maps=_without(maps, joined, victim_O, drops_O, drops), drops_rows=lost)
 
 
 def _join(maps: Sequence[RaggedMap], new: NewRows, limits: OwnerLimits, row_O: Tensor) -> _Joined:

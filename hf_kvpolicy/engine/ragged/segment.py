@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from ...backends import computes_like_blocks
 from ...contract import Transaction
 from ...frame import LayerStep
 from ...masks import MaskRecord
@@ -13,6 +15,7 @@ from ...storage import stored_tensors
 from ..inputs import ForwardInputs
 from ..queries import hold_window, windowed
 from ..snapshot import Snapshot
+from .families import FamilyDecider
 from .open_decider import open_decider
 from .owners import OwnerQueries
 from .selection import RaggedSelection
@@ -48,6 +51,25 @@ class RaggedSegmentStep(RaggedSelection):
         wanted = runtime.composition.evidence.window_queries if self.decider.observes else 0
         self._window = hold_window(None, inputs, snapshot.frontier.columns, wanted) if wanted else None
         self._seen: dict[int, OwnerQueries] = {}
+        self._profiler = self.decider if isinstance(self.decider, FamilyDecider) and inputs.length > 1 else None
+
+    def _attention(
+        self, backend: str, module: torch.nn.Module, query: Tensor, step: LayerStep, record: MaskRecord, kwargs: Any
+    ) -> Tensor:
+        """Attend as every forward does, or with the softmax that a profile takes where that does the same."""
+        seen, profiler = self._queries(record, self.scaling), self._profiler
+        tensors = (query, step.keys, step.values)
+        if (
+            seen is None
+            or profiler is None
+            or not profiler.may_attend
+            or not computes_like_blocks(backend, tensors, kwargs)
+        ):
+            return super()._attention(backend, module, query, step, record, kwargs)
+        assert self._window is not None, "queries that are seen are held"
+        with stored_tensors():
+            candidates = self.candidates(step.layer, step)
+            return profiler.attend(step.layer, candidates, windowed(query, self._window), seen)
 
     def attended(self, layer: int, query_BQTD: Tensor, step: LayerStep, record: MaskRecord, scaling: float) -> None:
         """Score, allocate, select and pack one layer (all of them after the last, where the allocation needs it)."""
