@@ -19,7 +19,6 @@ __all__ = ["CellSummary", "Measured", "by_cell", "summarise"]
 # Below this the full cache itself cannot do the task, and a policy's score says nothing about the policy.
 _CANARY_SCORE = 0.5
 _NOT_INTERPRETABLE = "the full cache does not solve this task, or was not run"
-_NOT_INTERPRETABLE = "the full cache does not solve this task, or was not run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
