@@ -21,7 +21,7 @@ __all__ = ["ENTRIES", "ExactCopyTask", "QuoteTask"]
 _QUOTE_INSTRUCTION = "Read the text below."
 _QUOTE_QUESTION = "Copy one sentence from the text above exactly as it stands there."
 _PREFIX_WORDS = 6
-_QUOTED_WORDS = range(14, 41)
+_QUOTED_WORDS = range(14, 25)
 _COPY_INSTRUCTION = "Read the passages below. Each has a title."
 _PASSAGE_SENTENCES = 2
 
