@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import ConfigError, KVPolicyError
-from . import cli_compare, cli_sensitivity, fields
+from . import cli_compare, cli_sensitivity, cli_tasks, fields
 from .sweep import SweepConfig, load_sweep
 
 __all__ = ["app", "default_folder", "errors_as_exit_codes", "load_for_command", "run_or_list"]
@@ -202,3 +202,4 @@ def default_folder(name: str) -> Path:
 
 cli_compare.add_commands(app, errors_as_exit_codes)
 cli_sensitivity.add_commands(app, errors_as_exit_codes)
+cli_tasks.add_commands(app, errors_as_exit_codes)

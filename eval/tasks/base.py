@@ -10,12 +10,25 @@ from typing import Any, Protocol
 
 from ...errors import ConfigError
 
-__all__ = ["DEPTH_GRID", "Coordinate", "Example", "ExampleRequest", "Sizer", "Task", "TaskEntry", "Turn", "to_dataset"]
+__all__ = [
+    "DEPTH_GRID",
+    "LIKELIHOOD",
+    "Coordinate",
+    "Example",
+    "ExampleRequest",
+    "Sizer",
+    "Task",
+    "TaskEntry",
+    "Turn",
+    "to_dataset",
+]
 
 Coordinate = str | int | float
 
 # Every task that hides something at a depth shows every policy the same depths.
 DEPTH_GRID = (0.1, 0.3, 0.5, 0.7, 0.9)
+# The measure of a task that generates nothing: exp(-NLL per token) of the gold text, the inverse of its perplexity.
+LIKELIHOOD = "likelihood"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +129,10 @@ class Sizer(Protocol):
         """Tokens of a piece of text, without special tokens."""
         ...
 
+    def count_prompt(self, example: Example) -> int:
+        """Tokens of the encoded prompt: what `encode` would give, without the work for segments and gold answer."""
+        ...
+
     def cut_middle(self, text: str, max_tokens: int) -> tuple[str, int]:
         """The text with its middle cut out so that about `max_tokens` tokens stay, and how many went."""
         ...
@@ -145,7 +162,7 @@ class Task(Protocol):
 
     @property
     def max_new_tokens(self) -> int:
-        """Tokens an answer may take unless a sweep says otherwise."""
+        """Tokens an answer may take unless a sweep says otherwise; 0 for a task that generates nothing."""
         ...
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from ...errors import ConfigError, did_you_mean
+from ..extras import package_folder
 
-__all__ = ["BUILT_IN", "Haystack", "load_haystack", "noise", "pydoc_prose"]
+__all__ = ["BUILT_IN", "Haystack", "load_haystack", "noise", "pydoc_prose", "sotu_prose"]
 
 # Plain statements that say nothing about keys or codes; repeated to length.
 _NOISE_SENTENCES = (
@@ -65,13 +67,33 @@ def pydoc_prose() -> Haystack:
     return Haystack(name="pydoc", licence="PSF-2.0", sentences=unique)
 
 
-BUILT_IN: dict[str, Callable[[], Haystack]] = {"pydoc": pydoc_prose, "noise": noise}
+def sotu_prose() -> Haystack:
+    """Sentences of the State of the Union addresses, from the package `sotu`.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+    return _sotu_prose(package_folder("sotu", "The text 'sotu'") / "data" / "speeches")
+
+
+@lru_cache(maxsize=1)
+def _sotu_prose(speeches: Path) -> Haystack:
+    # File names begin with the year.
+    texts = [file.read_text(encoding="utf-8") for file in sorted(speeches.glob("*.txt"))]
+    found = [sentence for text in texts for part in text.split("\n\n") for sentence in _sentences_of(part)]
+    licence = "public domain (works of the United States government)"
+    return Haystack(name="sotu", licence=licence, sentences=tuple(dict.fromkeys(found)))
+
+
+BUILT_IN: dict[str, Callable[[], Haystack]] = {"pydoc": pydoc_prose, "noise": noise, "sotu": sotu_prose}
 # Fewer sentences would come round within a short prompt.
 _MIN_SENTENCES = 20
 
 
 def load_haystack(source: str) -> Haystack:
     """Return a built-in haystack by name, or the sentences of a text file or of a folder's .txt and .md files.
+
+    A .json file gives the text under its key "text".
 
     Raises:
         ConfigError: there is no such name, file or folder, or it holds too little prose.
@@ -81,11 +103,11 @@ def load_haystack(source: str) -> Haystack:
     place = Path(source)
     files = sorted(f for f in place.rglob("*") if f.suffix in (".txt", ".md")) if place.is_dir() else [place]
     try:
-        texts = [file.read_text(encoding="utf-8") for file in files]
-    except (OSError, UnicodeDecodeError) as error:
+        texts = [_text_of(file) for file in files]
+    except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"The text {source!r} cannot be read: {error}. Give a text file, a folder of .txt and .md files, or one of "
-            f"{', '.join(BUILT_IN)}.{did_you_mean(source, BUILT_IN)}"
+            f"The text {source!r} cannot be read: {error}. Give a text file, a folder of .txt and .md files, a .json "
+            f'file with the key "text", or one of {", ".join(BUILT_IN)}.{did_you_mean(source, BUILT_IN)}'
         ) from error
     found = [sentence for text in texts for part in text.split("\n\n") for sentence in _sentences_of(part)]
     unique = tuple(dict.fromkeys(found))
@@ -95,6 +117,11 @@ def load_haystack(source: str) -> Haystack:
             f"haystack needs {_MIN_SENTENCES}. Give a longer text in paragraphs of prose."
         )
     return Haystack(name=place.name, licence="not stated", sentences=unique)
+
+
+def _text_of(file: Path) -> str:
+    text = file.read_text(encoding="utf-8")
+    return str(json.loads(text)["text"]) if file.suffix == ".json" else text
 
 
 def _sentences_of(paragraph: str) -> list[str]:

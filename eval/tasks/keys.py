@@ -6,7 +6,9 @@ import random
 from dataclasses import dataclass
 from functools import lru_cache
 
-__all__ = ["KeyWords", "key_words", "random_value"]
+from ..extras import require
+
+__all__ = ["KeyWords", "key_words", "made_up_words", "plain_words", "random_value"]
 
 # Used when `wonderwords` is not installed; 24 x 24 keys are enough for small runs.
 # fmt: off
@@ -55,6 +57,17 @@ def key_words() -> KeyWords:
     )
 
 
+@lru_cache(maxsize=1)
+def plain_words() -> tuple[str, ...]:
+    """Nouns, adjectives and verbs of `wonderwords`, in a fixed order.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+    words = require("wonderwords", "A list of words").RandomWord()
+    return _plain(words.filter(include_categories=["noun", "adjective", "verb"]))
+
+
 def _plain(words: list[str]) -> tuple[str, ...]:
     """Lower-case ASCII words of ordinary length, in a fixed order."""
     fits = {w for w in words if w.isascii() and w.isalpha() and w.islower() and len(w) in _WORD_CHARS}
@@ -64,3 +77,11 @@ def _plain(words: list[str]) -> tuple[str, ...]:
 def random_value(rng: random.Random) -> str:
     """A seven-digit number that does not start with zero."""
     return str(rng.randrange(1_000_000, 10_000_000))
+
+
+def made_up_words(rng: random.Random, count: int) -> list[str]:
+    """`count` different pronounceable words of three syllables that are in no dictionary."""
+    syllables = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
+    # Different first syllables make different words.
+    firsts = rng.sample(syllables, count)
+    return [f"{first}{rng.choice(syllables)}{rng.choice(syllables)}" for first in firsts]

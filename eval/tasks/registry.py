@@ -6,14 +6,42 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import ConfigError, did_you_mean
-from . import longbench, needle
+from . import (
+    copying,
+    delayed,
+    factbook,
+    fewshot,
+    heatmap,
+    longbench,
+    needle,
+    perplexity,
+    ruler_niah,
+    ruler_qa,
+    ruler_trace,
+    ruler_words,
+)
 from .base import Task, TaskEntry
 
-__all__ = ["available_tasks", "make_task", "task_entry"]
+__all__ = ["available_tasks", "make_task", "task_entry", "task_families"]
 
 # One mapping a family of tasks; a name belongs to one family.
-_FAMILIES: tuple[Mapping[str, TaskEntry], ...] = (needle.ENTRIES, longbench.ENTRIES)
-_ENTRIES: dict[str, TaskEntry] = {name: entry for family in _FAMILIES for name, entry in family.items()}
+_FAMILIES: Mapping[str, Mapping[str, TaskEntry]] = {
+    "needle": needle.ENTRIES,
+    "needle heat map": heatmap.ENTRIES,
+    "RULER": {**ruler_niah.ENTRIES, **ruler_trace.ENTRIES, **ruler_words.ENTRIES, **ruler_qa.ENTRIES},
+    "LongBench": longbench.ENTRIES,
+    "delayed reference": delayed.ENTRIES,
+    "verbatim text": copying.ENTRIES,
+    "few-shot": fewshot.ENTRIES,
+    "document QA": factbook.ENTRIES,
+    "perplexity": perplexity.ENTRIES,
+}
+_ENTRIES: dict[str, TaskEntry] = {name: entry for family in _FAMILIES.values() for name, entry in family.items()}
+
+
+def task_families() -> Mapping[str, Mapping[str, TaskEntry]]:
+    """All tasks, grouped by family."""
+    return _FAMILIES
 
 
 def available_tasks() -> tuple[str, ...]:
