@@ -50,9 +50,12 @@ def run(
 @app.command()
 def report(
     source: Annotated[Path, typer.Argument(help="Folder that `run` wrote, or file that `pack` wrote.")],
-    out: Annotated[Path | None, typer.Option(help="Existing folder for report.md and report.png.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Existing folder for report.md, .html, .csv and .png.")] = None,
+    floor: Annotated[
+        list[str] | None, typer.Option(help="TASK=SCORE without any context; no curve where the full cache is near it.")
+    ] = None,
 ) -> None:
-    """Print the tables of a run and write report.md and report.png beside its rows; of a file only with --out."""
+    """Print the tables of a run and write report.md, .html, .csv and .png beside it; of a file only with --out."""
     with errors_as_exit_codes():
         # Before any import: a wrong path matters more than a package that is not installed.
         for folder in (source, out):
@@ -61,14 +64,15 @@ def report(
                     f"There is no folder {str(folder)!r}. Give the folder that `kvpolicy eval run` wrote, or a file "
                     "that `kvpolicy eval pack` wrote."
                 )
-        from .report import summaries_of, write_report
-        from .results import open_run
+        floors = dict(_parse_floor(text) for text in floor or [])
+        from .report import FILES, write_report
+        from .results import open_run, summaries_of
         from .terminal import print_tables
 
-        into = source if out is None and source.is_dir() else out
-        print_tables(summaries_of(open_run(source)) if into is None else write_report(open_run(source), into))
+        opened, into = open_run(source), source if out is None and source.is_dir() else out
+        print_tables(summaries_of(opened) if into is None else write_report(opened, into, floors=floors))
         if into is not None:
-            typer.echo(f"written: {into / 'report.md'} and {into / 'report.png'}")
+            typer.echo("written: " + ", ".join(str(into / name) for name in FILES))
 
 
 @app.command()
@@ -161,6 +165,15 @@ def _parse_part(text: str) -> tuple[int, int]:
     if not 1 <= index <= count:
         raise ConfigError(f"--part {text!r} is no part of a run. Write it as I/N with I from 1 to N, for example 1/2.")
     return index, count
+
+
+def _parse_floor(text: str) -> tuple[str, float]:
+    found = re.fullmatch(r"(\S+)=(0|1|0?\.\d+|[01]\.0*)", text)
+    if found is None:
+        raise ConfigError(
+            f"--floor {text!r} is no task with a score from 0 to 1. Write it as TASK=SCORE, such as qa_squad=0.15."
+        )
+    return found[1], float(found[2])
 
 
 def _run(config: SweepConfig, out: Path, limit: int | None, part: tuple[int, int], *, allow_mixed: bool) -> int:

@@ -1,27 +1,24 @@
-"""Score and NLL over the bytes a cache really held, one curve a policy."""
+"""`report.png`: score and NLL over the bytes a cache really held, a line of panels for each task point."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .extras import require
-from .report import tables
-from .statistics import SMOKE_BELOW, Interval
-from .summary import CellSummary, Measured
+from .figures import PANELS, draw_curves, legend_of, styles_of
+from .report_tables import full_of, tables
+from .retention import why_no_curve
+from .summary import CellSummary
 
 __all__ = ["save_plots"]
 
-_PANELS: tuple[tuple[str, Callable[[Measured], Interval]], ...] = (
-    ("score", lambda measured: measured.score),
-    ("answer NLL, nats per token", lambda measured: measured.answer_nll),
-)
+_MANY_CURVES = 14
 
 
-def save_plots(summaries: list[CellSummary], path: Path) -> None:
-    """Write one PNG: a line of panels for each task and length.
+def save_plots(summaries: Sequence[CellSummary], path: Path, *, floors: Mapping[str, float] | None = None) -> None:
+    """Write one PNG; a task point whose context is worth too little has a sentence in place of curves.
 
     Raises:
         ConfigError: matplotlib is missing.
@@ -31,51 +28,35 @@ def save_plots(summaries: list[CellSummary], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    groups = tables(summaries)
-    figure = Figure(figsize=(6 * len(_PANELS), 4 * len(groups)), layout="constrained")
-    axes = figure.subplots(len(groups), len(_PANELS), squeeze=False)
+    groups, styles, known = tables(summaries), styles_of(summaries), floors or {}
+    figure = Figure(figsize=(6 * len(PANELS) + 3, 4 * len(groups)), layout="constrained")
+    axes = figure.subplots(len(groups), len(PANELS), squeeze=False)
     for line, (title, group) in zip(axes, groups, strict=True):
-        for panel, (name, read) in zip(line, _PANELS, strict=True):
-            _draw(panel, group, read)
-            panel.set(title=title, xlabel="measured cache bytes after the prompt, slack included, MiB", ylabel=name)
+        floor = known.get(group[0].cell.task)
+        refusal = why_no_curve(full_of(group), floor)
+        for panel, (name, read) in zip(line, PANELS, strict=True):
+            panel.set_title(title, parse_math=False, fontsize="medium")
+            panel.set_ylabel(name)
+            if refusal is not None:
+                panel.text(0.5, 0.5, refusal, ha="center", va="center", wrap=True, transform=panel.transAxes)
+                continue
+            draw_curves(panel, group, read, styles, floor=floor if name == "score" else None)
         line[0].set_ylim(-0.05, 1.05)
-        line[0].legend(fontsize="small")
+        if refusal is None:
+            _add_legend(line[-1], legend_of(group))
     FigureCanvasAgg(figure).print_png(str(path))
 
 
-def _draw(panel: Any, group: list[CellSummary], read: Callable[[Measured], Interval]) -> None:
-    """Curves with error bars; the full cache has one size: a point, and a dashed level to compare with."""
-    for name, points in _curves(group).items():
-        measured = sorted(points, key=lambda point: point.measured_bytes)
-        intervals = [read(point) for point in measured]
-        label = f"{name} ({_counts(measured)})"
-        style: dict[str, Any] = {"marker": "o"}
-        if name == "full":
-            panel.axhline(intervals[0].mean, linestyle="--", linewidth=1, color="black", zorder=1)
-            style = {"marker": "s", "color": "black", "linestyle": "none"}
-        below = [interval.mean - interval.low for interval in intervals]
-        above = [interval.high - interval.mean for interval in intervals]
-        panel.errorbar(
-            [point.measured_bytes / 2**20 for point in measured],
-            [interval.mean for interval in intervals],
-            yerr=[below, above],
-            capsize=3,
-            label=label,
-            **style,
-        )
-    panel.set_xlim(left=0)
-
-
-def _curves(group: list[CellSummary]) -> dict[str, list[Measured]]:
-    """Points of each policy and option set, budgets along the curve; failed cells have none."""
-    curves: dict[str, list[Measured]] = defaultdict(list)
-    for summary in group:
-        if summary.measured is not None:
-            curves[summary.cell.label.partition(" @ ")[0]].append(summary.measured)
-    return curves
-
-
-def _counts(measured: list[Measured]) -> str:
-    counts = sorted({point.n for point in measured})
-    span = f"n={counts[0]}" if len(counts) == 1 else f"n={counts[0]}-{counts[-1]}"
-    return f"{span}, smoke" if counts[0] < SMOKE_BELOW else span
+def _add_legend(panel: Any, names: Mapping[str, str]) -> None:
+    """Beside the panels, where no number of curves can cover them."""
+    handles, labels = panel.get_legend_handles_labels()
+    legend = panel.legend(
+        handles,
+        [names[label] for label in labels],
+        loc="upper left",
+        bbox_to_anchor=(1.02, 1.0),
+        fontsize="small" if len(labels) <= _MANY_CURVES else "x-small",
+        frameon=False,
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)

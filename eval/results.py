@@ -1,21 +1,38 @@
-"""Results to compare: one a cell, with its coordinates, its summary and the rows that both are made of."""
+"""Results to compare and report: one a cell, with its coordinates, its summary and the rows that both are made of."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import ConfigError
 from .coordinates import coordinates_of
+from .outcomes import DEFAULT_DELTA
 from .packed import PackedRun
 from .records import Row
-from .report import RunSource, delta_of
 from .run_directory import RunDirectory
 from .summary import CellSummary, by_cell, summarise
 
-__all__ = ["Result", "open_run", "results_of"]
+__all__ = ["Result", "RunSource", "delta_of", "open_run", "results_of", "summaries_of"]
+
+
+class RunSource(Protocol):
+    """Where a run is read from: its folder (`RunDirectory`), or one file (`PackedRun`)."""
+
+    @property
+    def path(self) -> Path:
+        """The folder or file."""
+        ...
+
+    def read_run(self) -> dict[str, Any]:
+        """Configuration, digests and versions."""
+        ...
+
+    def rows(self) -> list[Row]:
+        """One row an example."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,3 +83,17 @@ def results_of(source: RunSource) -> list[Result]:
         Result(source=str(source.path), rows=tuple(group), coordinates=coordinates_of(group, run), summary=summary)
         for group, summary in zip(by_cell(rows).values(), summaries, strict=True)
     ]
+
+
+def summaries_of(source: RunSource) -> list[CellSummary]:
+    """The summaries of `results_of`.
+
+    Raises:
+        ConfigError: there are no rows.
+    """
+    return [result.summary for result in results_of(source)]
+
+
+def delta_of(run: Mapping[str, Any]) -> float:
+    """The loss of score that this run holds to be none."""
+    return float(run.get("delta", DEFAULT_DELTA))

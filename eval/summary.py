@@ -30,6 +30,9 @@ class Measured:
     score: Interval
     answer_nll: Interval
     perplexity: float
+    # None where a row has none: it was made before they were measured.
+    kl_to_full_nats: float | None
+    top1_agreement_ratio: float | None
     empty_outputs: int
     prompt_rows: float
     prompt_rows_min: int
@@ -155,6 +158,8 @@ def _measure(group: list[Row]) -> Measured:
         score=mean_interval([q.score for q in quality]),
         answer_nll=bootstrap_mean(nlls),
         perplexity=nll["perplexity"],
+        kl_to_full_nats=_mean_if_all(q.kl_to_full_nats for q in quality),
+        top1_agreement_ratio=_mean_if_all(q.top1_agreement_ratio for q in quality),
         empty_outputs=sum(not q.output_text.strip() for q in quality),
         prompt_rows=_mean(c.prompt_rows_mean for c in cache),
         prompt_rows_min=min(c.prompt_rows_min for c in cache),
@@ -176,3 +181,9 @@ def _measure(group: list[Row]) -> Measured:
 def _mean(values: Iterable[float]) -> float:
     found = list(values)
     return sum(found) / len(found)
+
+
+def _mean_if_all(values: Iterable[float | None]) -> float | None:
+    found = list(values)
+    known = [value for value in found if value is not None]
+    return _mean(known) if known and len(known) == len(found) else None

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .report import BYTES_NOTE, COLUMNS, COST_COLUMNS, table_cells, tables
+from .report_tables import BYTES_NOTE, COLUMNS, COST_COLUMNS, table_cells, tables
 from .summary import CellSummary
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _PIPE_COLUMNS, _UNLIMITED = 180, 10_000
 
 
 def print_tables(summaries: list[CellSummary]) -> None:
-    """Print one table for each task and length, or two (quality, cost) where the terminal is too narrow for one."""
+    """Print one table a task point, or two (quality, cost) where the terminal is too narrow for one."""
     try:
         from rich.console import Console
     except ImportError:

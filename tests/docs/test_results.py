@@ -10,7 +10,9 @@ import pytest
 pytest.importorskip("evaluate")
 
 from hf_kvpolicy.eval.packed import PackedRun
-from hf_kvpolicy.eval.report import depth_table, paired_table, quality_table, summaries_of, tables
+from hf_kvpolicy.eval.report import markdown_table
+from hf_kvpolicy.eval.report_tables import depth_table, paired_table, quality_table, tables
+from hf_kvpolicy.eval.results import summaries_of
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "benchmarks" / "smollm2-135m_cpu_2026-11-30_needle_retention.json"
@@ -22,7 +24,7 @@ def test_the_tables_are_those_of_the_records(records: Path) -> None:
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     for _, group in tables(summaries_of(PackedRun(records))):
         for table in (quality_table(group), paired_table(group), depth_table(group)):
-            assert "\n".join(table) in page, "paste the lines of this table into the page"
+            assert "\n".join(markdown_table(table)) in page, "paste the lines of this table into the page"
 
 
 @pytest.mark.parametrize("records", [RECORDS, ALLOCATION], ids=lambda path: path.stem)

@@ -10,7 +10,8 @@ from eval_fakes import made_row
 
 from hf_kvpolicy.eval.pairing import pairs
 from hf_kvpolicy.eval.records import Row
-from hf_kvpolicy.eval.report import depth_table, paired_table
+from hf_kvpolicy.eval.report import markdown_table
+from hf_kvpolicy.eval.report_tables import depth_table, paired_table
 from hf_kvpolicy.eval.summary import summarise
 
 
@@ -45,7 +46,7 @@ def test_pairing_leaves_out_how_hard_an_example_is() -> None:
 def test_a_failed_cell_and_a_missing_baseline_give_no_difference() -> None:
     failed = made_row("sliding_window", 0, budget=64, status="failed: x", quality=None)
     assert pairs(summarise([failed, *cell("h2o", 64, 4)])) == []
-    assert paired_table(summarise([failed, *cell("h2o", 64, 4)])) == []
+    assert markdown_table(paired_table(summarise([failed, *cell("h2o", 64, 4)]))) == []
 
 
 def test_other_tasks_are_no_baseline() -> None:
@@ -63,16 +64,16 @@ def test_the_tables_of_differences_and_depths() -> None:
         for i in range(4)
     ]
     summaries = summarise([*cell("full", None, 4, 4), *deep])
-    assert paired_table(summaries) == [
+    assert markdown_table(paired_table(summaries)) == [
         "| policy | score - full | NLL - full |",
         "| --- | --- | --- |",
         "| h2o @ 64 | 0.00 [-0.49, 0.49] | 0.00 [0.00, 0.00] |",
     ]
-    assert depth_table(summaries)[0] == "| policy | depth 0 | depth 0.5 |"
-    assert depth_table(summaries)[-1] == "| h2o @ 64 | 1.00 / 0.10 | 1.00 / 0.10 |"
-    assert depth_table(summaries)[2] == "| full | - / - | 1.00 / 0.10 |"
+    assert markdown_table(depth_table(summaries))[0] == "| policy | depth 0 | depth 0.5 |"
+    assert markdown_table(depth_table(summaries))[-1] == "| h2o @ 64 | 1.00 / 0.10 | 1.00 / 0.10 |"
+    assert markdown_table(depth_table(summaries))[2] == "| full | - / - | 1.00 / 0.10 |"
 
 
 def test_a_task_without_depths_has_no_depth_table() -> None:
     rows = [made_row("full", i, example={"id": f"example-{i}", "answers": ["7"]}) for i in range(2)]
-    assert depth_table(summarise(rows)) == []
+    assert markdown_table(depth_table(summarise(rows))) == []

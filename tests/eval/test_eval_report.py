@@ -15,9 +15,11 @@ from eval_fakes import made_row
 
 from hf_kvpolicy.errors import ConfigError, IntegrityError
 from hf_kvpolicy.eval.cells import Cell
+from hf_kvpolicy.eval.figures import draw_curves, styles_of
 from hf_kvpolicy.eval.outcomes import Outcome
 from hf_kvpolicy.eval.records import Row
-from hf_kvpolicy.eval.report import COLUMNS, table_cells, write_report
+from hf_kvpolicy.eval.report import write_report
+from hf_kvpolicy.eval.report_tables import COLUMNS, table_cells
 from hf_kvpolicy.eval.run_directory import RunDirectory
 from hf_kvpolicy.eval.summary import summarise
 from hf_kvpolicy.eval.terminal import print_tables
@@ -171,13 +173,13 @@ def test_report_has_tables_failures_and_a_picture(tmp_path: Path, capsys: pytest
     assert "| full | 8 smoke | 1.00 [0.68, 1.00] |" in text
     assert "| snapkv @ 64 | 8 smoke |" in text
     assert "64.0 (64-64) | 0.128 | 0.062 | 13.1% |" in text
-    assert "random @ 64: failed: x. why" in text
+    assert "| random @ 64 | unmeasured | failed: x | why | needle_single_noise | 512 | seen | 1 |" in text
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert "slack (slots without a row)" in text
     assert "needle_single_noise, 512 tokens" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("columns", [80, 100, 200])
+@pytest.mark.parametrize("columns", [80, 100, 240])
 def test_tables_fit_the_terminal(
     columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,11 +196,9 @@ def test_tables_fit_the_terminal(
 def test_the_plot_shows_the_full_cache_as_a_point() -> None:
     from matplotlib.figure import Figure
 
-    from hf_kvpolicy.eval.plots import _draw
-
-    panel = Figure().subplots()
-    _draw(panel, summarise([*full(), *[made_row("snapkv", i, budget=64) for i in range(8)]]), lambda m: m.score)
-    drawn = {container.get_label().partition(" ")[0]: container for container in panel.containers}
+    panel, summaries = Figure().subplots(), summarise([*full(), *[made_row("snapkv", i, budget=64) for i in range(8)]])
+    draw_curves(panel, summaries, lambda m: m.score, styles_of(summaries))
+    drawn = {container.get_label(): container for container in panel.containers}
     assert set(drawn) == {"full", "snapkv"}
     assert drawn["full"][0].get_marker() == "s"
 

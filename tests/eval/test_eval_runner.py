@@ -20,7 +20,7 @@ from hf_kvpolicy.eval.environment import oversubscription_warning
 from hf_kvpolicy.eval.model_loading import LoadedModel
 from hf_kvpolicy.eval.outcomes import Outcome
 from hf_kvpolicy.eval.records import Row
-from hf_kvpolicy.eval.report import table_cells
+from hf_kvpolicy.eval.report_tables import table_cells
 from hf_kvpolicy.eval.run_directory import RunDirectory
 from hf_kvpolicy.eval.runner import RunOutcome, run_sweep
 from hf_kvpolicy.eval.summary import summarise
