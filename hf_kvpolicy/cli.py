@@ -79,7 +79,7 @@ def generate(
 
         from .compat import cache_argument
         from .config import make_cache
-        from .eval.cli import load_for_command
+        from .eval.model_loading import load_for_command
 
         _check_policy(policy)
         loaded = load_for_command(model, dtype, device)
@@ -114,7 +114,7 @@ def calibrate(
     """Measure a checkpoint once and write its profile: head importances (headkv), rows that layers need (zigzagkv)."""
     with _errors_as_exit_code():
         from .eval.calibration import CALIBRATIONS, Plan
-        from .eval.cli import load_for_command
+        from .eval.model_loading import load_for_command
         from .eval.tasks.haystack import load_haystack
         from .profiles import save_profile
 
