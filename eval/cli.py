@@ -111,7 +111,7 @@ def run_or_list(config: SweepConfig, out: Path, how: Execution = EVERYTHING, *, 
 
     Raises:
         ConfigError: a policy, an option, a grid or an execution that is refused.
-        typer.Exit: in a process that follows another one, which has its status and goes on.
+        typer.Exit: in a process of a launch that follows another one.
     """
     _check(config)
     how.check()
