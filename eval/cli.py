@@ -14,7 +14,7 @@ import typer
 from ..errors import ConfigError, KVPolicyError
 from . import cli_compare, cli_sensitivity, cli_tasks, fields
 from .execution import EVERYTHING, Execution, execute
-from .sweep import SweepConfig, load_sweep
+from .sweep import NO_CONTEXT, SweepConfig, load_sweep
 
 __all__ = ["app", "default_folder", "errors_as_exit_codes", "run_or_list"]
 
@@ -136,7 +136,8 @@ def _check(config: SweepConfig) -> None:
     from .engine import check_policies
 
     list(task_points(config))
-    check_policies((policy.name, [*policy.options, *policy.grid]) for policy in config.policies)
+    asked = [policy for policy in config.policies if policy.name != NO_CONTEXT]
+    check_policies((policy.name, [*policy.options, *policy.grid]) for policy in asked)
 
 
 def _parse_part(text: str) -> tuple[int, int]:

@@ -23,8 +23,8 @@ from .progress import Progress
 from .prompting import EncodedPrompt, PromptEncoder
 from .records import Row
 from .run_directory import RunDirectory
-from .sweep import SweepConfig
-from .tasks.base import Example, Task, to_dataset
+from .sweep import NO_CONTEXT, SweepConfig
+from .tasks.base import Example, Task, to_dataset, without_context
 from .tasks.registry import make_task
 from .trial import run_trial
 
@@ -253,7 +253,9 @@ def _row(
     dense: DensePrompts,
 ) -> Row:
     cell = entry.cell
-    encoded = worker.encoder.encode(example, query_aware=cell.query_aware)
+    with_context = worker.encoder.encode(example, query_aware=cell.query_aware)
+    asked = without_context(example) if cell.policy == NO_CONTEXT else example
+    encoded = with_context if asked is example else worker.encoder.encode(asked, query_aware=cell.query_aware)
     blank = Row(
         row_key=row_key,
         cell_key=entry.key,
@@ -271,7 +273,9 @@ def _row(
     try:
         cache = worker.build(cell)
         declared = policy_coordinates(cache) if isinstance(cache, PolicyCache) else {}
-        trial = run_trial(worker.loaded, cell, example, encoded, cache, metric=task.metric, dense=dense)
+        trial = run_trial(
+            worker.loaded, cell, asked, encoded, cache, metric=task.metric, dense=dense, beside=with_context
+        )
     except Exception as error:  # a failing cell is a result, and the sweep goes on
         return dataclasses.replace(
             blank,
