@@ -8,13 +8,14 @@ from typing import Any
 from . import engine
 from .cells import Cell
 from .engine import CacheUse
+from .sweep import REFERENCES
 
 __all__ = ["budget_binds", "equals_full", "why_not_acting"]
 
 
 def budget_binds(cell: Cell, allowed_rows: int | None, prompt_tokens: int) -> bool:
     """Whether the policy has to drop rows of this prompt. Without a budget it is expected to drop some."""
-    if cell.policy == "full":
+    if cell.policy in REFERENCES:
         return False
     return allowed_rows is None or prompt_tokens > allowed_rows
 

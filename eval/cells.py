@@ -21,6 +21,11 @@ class TaskPoint:
     task: TaskSpec
     request: ExampleRequest
 
+    @property
+    def title(self) -> str:
+        """Task and length for people."""
+        return f"{self.task.name} {self.request.length_tokens} tokens"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:

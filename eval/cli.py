@@ -13,9 +13,10 @@ import typer
 
 from ..errors import ConfigError, KVPolicyError
 from . import cli_compare, cli_sensitivity, cli_tasks, fields
-from .sweep import SweepConfig, load_sweep
+from .execution import EVERYTHING, Execution, execute
+from .sweep import NO_CONTEXT, SweepConfig, load_sweep
 
-__all__ = ["app", "default_folder", "errors_as_exit_codes", "load_for_command", "run_or_list"]
+__all__ = ["app", "default_folder", "errors_as_exit_codes", "run_or_list"]
 
 app = typer.Typer(help="Measure cache policies: quality beside the rows and bytes they really hold.")
 
@@ -30,8 +31,12 @@ def run(
     limit: Annotated[int | None, typer.Option(min=1, help="At most N examples a cell.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Override, such as tasks.0.num_examples=5.")] = None,
     part: Annotated[
-        str, typer.Option(help="I/N: every N-th example from the I-th; N processes fill one --out.")
-    ] = "1/1",
+        str | None, typer.Option(help="I/N: every N-th example from the I-th; N processes fill one --out.")
+    ] = None,
+    engine: Annotated[
+        str, typer.Option(help="local: this process, and those started with it by a launcher. ray: a Ray cluster.")
+    ] = "local",
+    workers: Annotated[int | None, typer.Option(min=1, help="Workers of --engine ray, each with a model.")] = None,
     allow_mixed: Annotated[
         bool, typer.Option("--allow-mixed", help="Add to rows that ran with other versions or on other hardware.")
     ] = False,
@@ -41,9 +46,14 @@ def run(
     with errors_as_exit_codes():
         overrides: dict[str, Any] = dict(fields.parse_override(text) for text in set_ or [])
         config = load_sweep(sweep, overrides | ({"model": model} if model else {}))
-        chosen = _parse_part(part)
-        out = out or default_folder(sweep.stem)
-        if run_or_list(config, out, limit=limit, part=chosen, dry_run=dry_run, allow_mixed=allow_mixed):
+        how = Execution(
+            limit=limit,
+            part=_parse_part(part) if part else None,
+            allow_mixed=allow_mixed,
+            engine=engine,
+            workers=workers,
+        )
+        if run_or_list(config, out or default_folder(sweep.stem), how, dry_run=dry_run):
             raise typer.Exit(1)
 
 
@@ -51,9 +61,6 @@ def run(
 def report(
     source: Annotated[Path, typer.Argument(help="Folder that `run` wrote, or file that `pack` wrote.")],
     out: Annotated[Path | None, typer.Option(help="Existing folder for report.md, .html, .csv and .png.")] = None,
-    floor: Annotated[
-        list[str] | None, typer.Option(help="TASK=SCORE without any context; no curve where the full cache is near it.")
-    ] = None,
 ) -> None:
     """Print the tables of a run and write report.md, .html, .csv and .png beside it; of a file only with --out."""
     with errors_as_exit_codes():
@@ -64,13 +71,12 @@ def report(
                     f"There is no folder {str(folder)!r}. Give the folder that `kvpolicy eval run` wrote, or a file "
                     "that `kvpolicy eval pack` wrote."
                 )
-        floors = dict(_parse_floor(text) for text in floor or [])
         from .report import FILES, write_report
         from .results import open_run, summaries_of
         from .terminal import print_tables
 
         opened, into = open_run(source), source if out is None and source.is_dir() else out
-        print_tables(summaries_of(opened) if into is None else write_report(opened, into, floors=floors))
+        print_tables(summaries_of(opened) if into is None else write_report(opened, into))
         if into is not None:
             typer.echo("written: " + ", ".join(str(into / name) for name in FILES))
 
@@ -93,24 +99,18 @@ def pack(
         typer.echo(f"{len(rows)} rows written: {file}")
 
 
-def run_or_list(
-    config: SweepConfig,
-    out: Path,
-    *,
-    limit: int | None = None,
-    part: tuple[int, int] = (1, 1),
-    dry_run: bool = False,
-    allow_mixed: bool = False,
-) -> int:
+def run_or_list(config: SweepConfig, out: Path, how: Execution = EVERYTHING, *, dry_run: bool = False) -> int:
     """Check a sweep without a model, then run it into `out` and return how many rows failed; or list its cells.
 
     Raises:
-        ConfigError: a policy, an option or a grid that is refused.
+        ConfigError: a policy, an option, a grid or an execution that is refused.
+        typer.Exit: in a process of a launch that follows another one.
     """
     _check(config)
+    how.check()
     if not dry_run:
-        return _run(config, out, limit, part, allow_mixed=allow_mixed)
-    _print_plan(config, limit)
+        return execute(config, out, how, say=typer.echo)
+    _print_plan(config, how.limit)
     return 0
 
 
@@ -130,33 +130,14 @@ def errors_as_exit_codes() -> Iterator[None]:
         raise typer.Exit(_INTERRUPTED) from None
 
 
-def load_for_command(name: str, dtype: str, device: str) -> Any:
-    """Load a model for a command, whose user can act on a name and not on a traceback.
-
-    Raises:
-        ConfigError: there is no such model, or it cannot be reached or read.
-    """
-    from .model_loading import load_model
-
-    try:
-        return load_model(name, dtype=dtype, device=device)
-    except KVPolicyError:
-        raise
-    except (OSError, ValueError) as error:  # what transformers raises for a missing, unreachable or foreign model
-        reason = str(error).strip().split("\n")[0].rstrip(".")
-        raise ConfigError(
-            f"The model {name!r} cannot be loaded: {reason}. Give --model a folder, or the name of a hub model that "
-            "this machine can reach; scripts/fetch_model fetches the default model and prints its folder."
-        ) from error
-
-
 def _check(config: SweepConfig) -> None:
     """Everything that can be refused without a model: policy names, their options, the grids of the tasks."""
     from .cells import task_points
     from .engine import check_policies
 
     list(task_points(config))
-    check_policies((policy.name, [*policy.options, *policy.grid]) for policy in config.policies)
+    asked = [policy for policy in config.policies if policy.name != NO_CONTEXT]
+    check_policies((policy.name, [*policy.options, *policy.grid]) for policy in asked)
 
 
 def _parse_part(text: str) -> tuple[int, int]:
@@ -165,33 +146,6 @@ def _parse_part(text: str) -> tuple[int, int]:
     if not 1 <= index <= count:
         raise ConfigError(f"--part {text!r} is no part of a run. Write it as I/N with I from 1 to N, for example 1/2.")
     return index, count
-
-
-def _parse_floor(text: str) -> tuple[str, float]:
-    found = re.fullmatch(r"(\S+)=(0|1|0?\.\d+|[01]\.0*)", text)
-    if found is None:
-        raise ConfigError(
-            f"--floor {text!r} is no task with a score from 0 to 1. Write it as TASK=SCORE, such as qa_squad=0.15."
-        )
-    return found[1], float(found[2])
-
-
-def _run(config: SweepConfig, out: Path, limit: int | None, part: tuple[int, int], *, allow_mixed: bool) -> int:
-    """Load the model, run, and return how many rows failed."""
-    import torch
-
-    from .engine import EngineBuilder
-    from .run_directory import RunDirectory
-    from .runner import run_sweep
-
-    torch.set_num_threads(config.threads)
-    loaded = load_for_command(config.model.name, config.model.dtype, config.model.device)
-    directory, build = RunDirectory(out, rank=part[0] - 1), EngineBuilder(loaded.model, loaded.tokenizer)
-    outcome = run_sweep(
-        config, loaded, directory, build, limit=limit, part=part, allow_mixed=allow_mixed, say=typer.echo
-    )
-    typer.echo(f"{outcome.written} rows written, {outcome.skipped} done before, {outcome.failed} failed: {out}")
-    return outcome.failed
 
 
 def _print_plan(config: SweepConfig, limit: int | None) -> None:

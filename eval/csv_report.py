@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..contract.canonical import canonical_json
+from ..errors import NotComparableError
 from .pairing import BASELINES, pairs
-from .pareto import on_front
+from .pareto import is_compared, on_front
 from .report_notes import cut_prompts
 from .report_tables import full_of, tables
 from .results import Result
-from .retention import normalised_retention, why_no_curve
+from .retention import normalised_retention
 from .statistics import Interval
 from .summary import CellSummary, Measured
 
@@ -51,8 +52,8 @@ _COLUMNS = (
 )
 
 
-def report_csv(results: Sequence[Result], floors: Mapping[str, float]) -> str:
-    """The text of the file; what a cell does not have is empty. `floors` are scores without context, by task."""
+def report_csv(results: Sequence[Result]) -> str:
+    """The text of the file; what a cell does not have is empty."""
     summaries = [result.summary for result in results]
     groups = [group for _, group in tables(summaries)]
     front = {id(summary) for group in groups for summary in on_front(group)}
@@ -62,8 +63,8 @@ def report_csv(results: Sequence[Result], floors: Mapping[str, float]) -> str:
         {
             **_cell(result),
             **_measures(result.summary),
-            "on_pareto_front": None if result.summary.measured is None else id(result.summary) in front,
-            **_retention(result.summary, full[id(result.summary)], floors),
+            "on_pareto_front": id(result.summary) in front if is_compared(result.summary) else None,
+            **_retention(result.summary, full[id(result.summary)]),
             **differences.get(id(result.summary), {}),
             **_by_depth(result.summary.measured),
         }
@@ -112,15 +113,16 @@ def _measures(summary: CellSummary) -> dict[str, Any]:
     }
 
 
-def _retention(summary: CellSummary, full: Measured | None, floors: Mapping[str, float]) -> dict[str, Any]:
-    """What of the context's worth is kept, where the score without it is known and far enough below."""
-    floor = floors.get(summary.cell.task)
-    if floor is None:
-        return {}
-    found: dict[str, Any] = {"floor_score": floor}
-    if summary.measured is not None and full is not None and why_no_curve(full, floor) is None:
-        found["retained_ratio"] = normalised_retention(summary.measured.score.mean, full=full.score.mean, floor=floor)
-    return found
+def _retention(summary: CellSummary, full: Measured | None) -> dict[str, Any]:
+    """What of the context's worth is kept, where the score without it was measured and lies far enough below."""
+    floor, found = summary.floor_score, {"floor_score": summary.floor_score}
+    if floor is None or full is None or summary.measured is None:
+        return found
+    try:
+        kept = normalised_retention(summary.measured.score.mean, full=full.score.mean, floor=floor)
+    except NotComparableError:
+        return found
+    return {**found, "retained_ratio": kept}
 
 
 def _differences(summaries: Sequence[CellSummary]) -> dict[int, dict[str, Any]]:

@@ -12,6 +12,7 @@ from ..errors import ConfigError, did_you_mean
 from ..geometry import CacheGeometry
 from ..registry import available_policies
 from .cells import Cell
+from .sweep import REFERENCES
 
 __all__ = [
     "CacheBuilder",
@@ -40,8 +41,8 @@ class EngineBuilder:
 
     def __call__(self, cell: Cell) -> Any:
         """A fresh cache, attached to the model."""
-        options = with_tokenizer(cell.policy, cell.options, self._tokenizer)
-        return make_cache(cell.policy, self._model, cell.budget, **options)
+        policy = "full" if cell.policy in REFERENCES else cell.policy
+        return make_cache(policy, self._model, cell.budget, **with_tokenizer(policy, cell.options, self._tokenizer))
 
 
 def check_policies(options_by_policy: Iterable[tuple[str, Iterable[str]]]) -> None:

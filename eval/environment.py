@@ -46,7 +46,8 @@ def describe(loaded: LoadedModel, *, threads: int, jobs: int) -> dict[str, Any]:
     on_cuda = device.type == "cuda"
     return {
         **package_versions(),
-        "device": str(device),
+        # Which card of a machine ran a row decides nothing; several processes use one each.
+        "device": device.type,
         "hardware": torch.cuda.get_device_name(device) if on_cuda else platform.machine(),
         "instructions": "" if on_cuda else torch.backends.cpu.get_cpu_capability(),
         "cores": _cores(),

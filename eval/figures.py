@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .pareto import on_front
+from .pareto import is_compared, on_front
 from .statistics import SMOKE_BELOW, Interval
 from .summary import CellSummary, Measured
+from .sweep import NO_CONTEXT
 
 __all__ = [
     "MAP_COLOURS",
@@ -71,8 +72,11 @@ def curve_name(summary: CellSummary) -> str:
 def styles_of(summaries: Iterable[CellSummary]) -> dict[str, Style]:
     """A style for every curve name, in the order in which they first appear."""
     names = list(dict.fromkeys(map(curve_name, summaries)))
-    styles = {"full": Style(colour=_INK, marker="s", line="none")}
-    for index, name in enumerate(name for name in names if name != "full"):
+    styles = {
+        "full": Style(colour=_INK, marker="s", line="none"),
+        NO_CONTEXT: Style(colour=_GREY, marker="", line=":"),
+    }
+    for index, name in enumerate(name for name in names if name not in styles):
         lines = ("-", "--", "-.")
         styles[name] = Style(
             colour=_COLOURS[index % len(_COLOURS)],
@@ -100,12 +104,10 @@ def draw_curves(
     group: Iterable[CellSummary],
     read: Callable[[Measured], Interval],
     styles: Mapping[str, Style],
-    *,
-    floor: float | None = None,
 ) -> None:
-    """Curves with 95% intervals over bytes, one a policy and option set; the full cache is a point and a dashed level.
+    """Curves with 95% intervals over bytes, one a policy and option set.
 
-    `floor` is a dotted level: the score without any context.
+    The full cache is a point and a dashed level; no context is a dotted level, for it holds nothing of the text.
     """
     curves: dict[str, list[Measured]] = defaultdict(list)
     for summary in group:
@@ -114,6 +116,9 @@ def draw_curves(
     for name, points in curves.items():
         measured = sorted(points, key=lambda point: point.measured_bytes)
         intervals = [read(point) for point in measured]
+        if name == NO_CONTEXT:
+            panel.axhline(intervals[0].mean, linewidth=1.2, zorder=1, label=name, **styles[name].keywords())
+            continue
         if name == "full":
             panel.axhline(intervals[0].mean, linestyle="--", linewidth=1, color=_INK, zorder=1)
         below = [interval.mean - interval.low for interval in intervals]
@@ -131,9 +136,8 @@ def draw_curves(
         )
         for part in (*caps, *bars):
             part.set_alpha(0.5)
-    if floor is not None:
-        panel.axhline(floor, linestyle=":", linewidth=1.2, color=_GREY, zorder=1)
-    _bytes_axis(panel, [point.measured_bytes for points in curves.values() for point in points])
+    sizes = [point.measured_bytes for name, points in curves.items() if name != NO_CONTEXT for point in points]
+    _bytes_axis(panel, sizes)
 
 
 def draw_front(panel: Any, group: Sequence[CellSummary], styles: Mapping[str, Style], *, over_time: bool) -> None:
@@ -141,7 +145,7 @@ def draw_front(panel: Any, group: Sequence[CellSummary], styles: Mapping[str, St
     front = on_front(group)
     for summary in group:
         measured, style = summary.measured, styles[curve_name(summary)]
-        if measured is None:
+        if measured is None or not is_compared(summary):
             continue
         x = measured.decode_ms_per_token if over_time else measured.measured_bytes / _BYTES_PER_MIB
         is_front = summary in front
@@ -166,7 +170,7 @@ def draw_front(panel: Any, group: Sequence[CellSummary], styles: Mapping[str, St
         panel.set_xlim(left=0)
         panel.margins(x=0.1)
     else:
-        _bytes_axis(panel, [summary.measured.measured_bytes for summary in group if summary.measured is not None])
+        _bytes_axis(panel, [s.measured.measured_bytes for s in group if s.measured is not None and is_compared(s)])
 
 
 def draw_heat_map(

@@ -28,15 +28,14 @@ from .report_tables import (
     Table,
     cell_table,
     depth_table,
-    full_of,
     outcome_counts,
     outcome_table,
     paired_table,
+    refusal_of,
     table_cells,
     tables,
 )
 from .results import Result, delta_of
-from .retention import why_no_curve
 from .summary import CellSummary
 
 if TYPE_CHECKING:
@@ -70,8 +69,8 @@ class HeatMaps:
     maps: Sequence[HeatMap]
 
 
-def report_html(run: Mapping[str, Any], results: Sequence[Result], floors: Mapping[str, float]) -> str:
-    """The text of the page. `floors` are scores without context, by task.
+def report_html(run: Mapping[str, Any], results: Sequence[Result]) -> str:
+    """The text of the page.
 
     Raises:
         ConfigError: Jinja2 or matplotlib is missing.
@@ -86,7 +85,7 @@ def report_html(run: Mapping[str, Any], results: Sequence[Result], floors: Mappi
     text: str = environment.from_string(source).render(
         run=run,
         counts=outcome_counts(results),
-        points=[_point(title, group, drawing, floors) for title, group in tables(summaries)],
+        points=[_point(title, group, drawing) for title, group in tables(summaries)],
         heat_maps=[_heat_section(found, drawing) for found in heat_maps(summaries)],
         scale=drawing.scale(),
         outcomes=outcome_table(results),
@@ -132,12 +131,12 @@ class _Drawing:
     styles: Mapping[str, Style]
     numbers: Iterable[int] = field(default_factory=count)
 
-    def curves(self, group: Sequence[CellSummary], floor: float | None) -> list[Markup]:
+    def curves(self, group: Sequence[CellSummary]) -> list[Markup]:
         """Score and NLL over bytes."""
         found = []
         for name, read in PANELS:
             figure, panel = page_panel(_FIGURE_INCHES)
-            draw_curves(panel, group, read, self.styles, floor=floor if name == "score" else None)
+            draw_curves(panel, group, read, self.styles)
             panel.set_ylabel(name)
             if name == "score":
                 panel.set_ylim(-0.05, 1.05)
@@ -190,15 +189,14 @@ class _Drawing:
         return Markup(text.replace("<svg ", f"<svg {role} ", 1))
 
 
-def _point(title: str, group: Sequence[CellSummary], drawing: _Drawing, floors: Mapping[str, float]) -> dict[str, Any]:
-    floor = floors.get(group[0].cell.task)
-    refusal = why_no_curve(full_of(group), floor)
+def _point(title: str, group: Sequence[CellSummary], drawing: _Drawing) -> dict[str, Any]:
+    refusal = refusal_of(group)
     is_drawn = refusal is None and any(summary.measured is not None for summary in group)
     return {
         "title": title,
         "refusal": refusal,
-        "floor": floor,
-        "curves": drawing.curves(group, floor) if is_drawn else [],
+        "floor": group[0].floor_score,
+        "curves": drawing.curves(group) if is_drawn else [],
         "legend": drawing.legend(group) if is_drawn else [],
         "front": drawing.front(group) if is_drawn else [],
         "front_table": _front_table(group),

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError, did_you_mean
+from ..errors import ConfigError, KVPolicyError, did_you_mean
 
-__all__ = ["SMOLLM2_NAME", "LoadedModel", "load_model", "smollm2_directory"]
+__all__ = ["SMOLLM2_NAME", "LoadedModel", "load_for_command", "load_model", "smollm2_directory"]
 
 SMOLLM2_NAME = "smollm2-135m-instruct"
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -54,6 +54,24 @@ def load_model(name_or_path: str, dtype: str = "auto", device: str = "cpu") -> L
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(source)
     return LoadedModel(name=name_or_path, source=source, model=model, tokenizer=tokenizer)
+
+
+def load_for_command(name: str, dtype: str, device: str) -> LoadedModel:
+    """Load a model for a command, whose user can act on a name and not on a traceback.
+
+    Raises:
+        ConfigError: there is no such model, or it cannot be reached or read.
+    """
+    try:
+        return load_model(name, dtype=dtype, device=device)
+    except KVPolicyError:
+        raise
+    except (OSError, ValueError) as error:  # what transformers raises for a missing, unreachable or foreign model
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise ConfigError(
+            f"The model {name!r} cannot be loaded: {reason}. Give --model a folder, or the name of a hub model that "
+            "this machine can reach; scripts/fetch_model fetches the default model and prints its folder."
+        ) from error
 
 
 def _resolve(name_or_path: str) -> str:

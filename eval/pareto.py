@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .summary import CellSummary, Measured
+from .sweep import NO_CONTEXT
 
-__all__ = ["dominates", "on_front"]
+__all__ = ["dominates", "is_compared", "on_front"]
 
 
 def on_front(group: Iterable[CellSummary]) -> list[CellSummary]:
-    """The measured cells that none of the others dominates, fewest bytes first; all are of one task point."""
-    measured = [(summary, summary.measured) for summary in group if summary.measured is not None]
+    """The compared cells that none of the others dominates, fewest bytes first; all are of one task point."""
+    measured = [
+        (summary, summary.measured) for summary in group if is_compared(summary) and summary.measured is not None
+    ]
     front = [
         (found.measured_bytes, summary)
         for summary, found in measured
         if not any(dominates(other, found) for _, other in measured)
     ]
     return [summary for _, summary in sorted(front, key=lambda entry: entry[0])]
+
+
+def is_compared(summary: CellSummary) -> bool:
+    """Whether a cell can be on the front: it was measured, and with its text in the prompt."""
+    return summary.measured is not None and summary.cell.policy != NO_CONTEXT
 
 
 def dominates(one: Measured, other: Measured) -> bool:

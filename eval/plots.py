@@ -8,8 +8,7 @@ from typing import Any
 
 from .extras import require
 from .figures import PANELS, draw_curves, legend_of, styles_of
-from .report_tables import full_of, tables
-from .retention import why_no_curve
+from .report_tables import refusal_of, tables
 from .summary import CellSummary
 
 __all__ = ["save_plots"]
@@ -17,7 +16,7 @@ __all__ = ["save_plots"]
 _MANY_CURVES = 14
 
 
-def save_plots(summaries: Sequence[CellSummary], path: Path, *, floors: Mapping[str, float] | None = None) -> None:
+def save_plots(summaries: Sequence[CellSummary], path: Path) -> None:
     """Write one PNG; a task point whose context is worth too little has a sentence in place of curves.
 
     Raises:
@@ -28,19 +27,18 @@ def save_plots(summaries: Sequence[CellSummary], path: Path, *, floors: Mapping[
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    groups, styles, known = tables(summaries), styles_of(summaries), floors or {}
+    groups, styles = tables(summaries), styles_of(summaries)
     figure = Figure(figsize=(6 * len(PANELS) + 3, 4 * len(groups)), layout="constrained")
     axes = figure.subplots(len(groups), len(PANELS), squeeze=False)
     for line, (title, group) in zip(axes, groups, strict=True):
-        floor = known.get(group[0].cell.task)
-        refusal = why_no_curve(full_of(group), floor)
+        refusal = refusal_of(group)
         for panel, (name, read) in zip(line, PANELS, strict=True):
             panel.set_title(title, parse_math=False, fontsize="medium")
             panel.set_ylabel(name)
             if refusal is not None:
                 panel.text(0.5, 0.5, refusal, ha="center", va="center", wrap=True, transform=panel.transAxes)
                 continue
-            draw_curves(panel, group, read, styles, floor=floor if name == "score" else None)
+            draw_curves(panel, group, read, styles)
         line[0].set_ylim(-0.05, 1.05)
         if refusal is None:
             _add_legend(line[-1], legend_of(group))

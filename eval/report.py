@@ -24,13 +24,8 @@ __all__ = ["FILES", "markdown_table", "report_markdown", "write_report"]
 FILES = ("report.md", "report.html", "report.csv", "report.png")
 
 
-def write_report(source: RunSource, out: Path, *, floors: Mapping[str, float] | None = None) -> list[CellSummary]:
-    """Write `FILES` into the folder `out` and return the summaries.
-
-    Args:
-        source: the run.
-        out: an existing folder.
-        floors: by task, the score without any context, where it is known (`retention.py`).
+def write_report(source: RunSource, out: Path) -> list[CellSummary]:
+    """Write `FILES` into the existing folder `out` and return the summaries.
 
     Raises:
         ConfigError: the source holds no run or no rows, or matplotlib or Jinja2 is missing.
@@ -39,16 +34,15 @@ def write_report(source: RunSource, out: Path, *, floors: Mapping[str, float] | 
     from .html_report import report_html
     from .plots import save_plots
 
-    known = floors or {}
     run, results = source.read_run(), results_of(source)
     summaries = [result.summary for result in results]
     # Everything is made before anything is written: a missing package leaves no half of a report.
-    page = report_html(run, results, known)
-    save_plots(summaries, out / "report.png", floors=known)
+    page = report_html(run, results)
+    save_plots(summaries, out / "report.png")
     texts = {
         "report.md": report_markdown(run, results, image=Path("report.png")),
         "report.html": page,
-        "report.csv": report_csv(results, known),
+        "report.csv": report_csv(results),
     }
     for name, text in texts.items():
         (out / name).write_text(text, encoding="utf-8", newline="")

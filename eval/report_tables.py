@@ -10,6 +10,7 @@ from itertools import groupby
 from .outcomes import Outcome
 from .pairing import BASELINES, pairs
 from .results import Result
+from .retention import MINIMUM_RANGE
 from .statistics import Interval
 from .summary import CellSummary, Measured
 
@@ -25,6 +26,7 @@ __all__ = [
     "outcome_table",
     "paired_table",
     "quality_table",
+    "refusal_of",
     "table_cells",
     "tables",
 ]
@@ -73,7 +75,9 @@ def tables(summaries: Iterable[CellSummary]) -> list[tuple[str, list[CellSummary
         group = list(members)
         title = f"{task}, {length} tokens{', question unseen' if is_unseen else ''}"
         if not any(summary.interpretable for summary in group):
-            title += " (not interpretable: the full cache does not solve this task)"
+            is_floor_known = group[0].floor_score is not None
+            why = "is hardly better than no context" if is_floor_known else "does not solve this task"
+            title += f" (not interpretable: the full cache {why})"
         found.append((title, group))
     return found
 
@@ -81,6 +85,17 @@ def tables(summaries: Iterable[CellSummary]) -> list[tuple[str, list[CellSummary
 def full_of(group: Iterable[CellSummary]) -> Measured | None:
     """What the full cache measured at one task point, if it ran there."""
     return next((summary.measured for summary in group if summary.cell.policy == "full"), None)
+
+
+def refusal_of(group: Sequence[CellSummary]) -> str | None:
+    """Why a task point may have no curve: it was asked without its text too, and the text is worth too little."""
+    full, floor = full_of(group), group[0].floor_score
+    if full is None or floor is None or any(summary.interpretable for summary in group):
+        return None
+    return (
+        f"The full cache scores {full.score.mean:.2f} and no context {floor:.2f}; with less than {MINIMUM_RANGE} "
+        "between them, noise in either moves a curve more than any policy does."
+    )
 
 
 def cell_table(group: Iterable[CellSummary]) -> Table:

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..errors import NotComparableError
-from .summary import Measured
 
-__all__ = ["MINIMUM_RANGE", "normalised_retention", "retention_curve", "why_no_curve"]
+__all__ = ["MINIMUM_RANGE", "normalised_retention", "retention_curve"]
 
 # With less between the two ends, noise in either moves a curve more than any policy does.
 MINIMUM_RANGE = 0.2
@@ -45,14 +44,3 @@ def retention_curve(scores: Mapping[float, float], *, full: float, floor: float)
         NotComparableError: `full - floor` is below `MINIMUM_RANGE`.
     """
     return {budget: normalised_retention(scores[budget], full=full, floor=floor) for budget in sorted(scores)}
-
-
-def why_no_curve(full: Measured | None, floor: float | None) -> str | None:
-    """Why no curve may be drawn over a task's scores, or None where one may, or where nothing is known of a floor."""
-    if full is None or floor is None:
-        return None
-    try:
-        normalised_retention(full.score.mean, full=full.score.mean, floor=floor)
-    except NotComparableError as error:
-        return str(error)
-    return None

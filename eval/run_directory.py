@@ -6,8 +6,9 @@
     cells/LABEL--KEY/cell.json        what was requested of a cell
     cells/LABEL--KEY/samples.R.jsonl  rows of worker R, appended as they are known
 
-A worker writes no file but its own samples, so that any number of them may work and die at once: what an interrupt
-leaves is at most one torn last line of each, which its next start cuts off.
+Workers share no file that they append to, so that any number of them may work and die at once: what an interrupt leaves
+is at most one torn last line of each, which its next start cuts off. `run.json` and the cells are written by the worker
+that leads, before the others begin. Examples and environments are the same whoever writes them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,10 +30,13 @@ __all__ = ["RunDirectory", "write_atomically"]
 
 
 class RunDirectory:
-    """The folder of one run, as worker `rank` sees it. Opening it for another model or prompt format is refused."""
+    """The folder of one run, as worker `rank` sees it. Opening it for another model or prompt format is refused.
 
-    def __init__(self, path: Path, *, rank: int = 0) -> None:
-        self.path, self.rank = path, rank
+    A worker that `follows` finds everything but its samples written by another one, which began before it.
+    """
+
+    def __init__(self, path: Path, *, rank: int = 0, follows: bool = False) -> None:
+        self.path, self.rank, self.follows = path, rank, follows
         self._folders: dict[str, Path] = {}
 
     @property
@@ -55,8 +60,14 @@ class RunDirectory:
                     "cannot be continued. Give another folder with --out."
                 )
             run = {**run, "tasks": self._joined(before.get("tasks", {}), run.get("tasks", {}))}
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.run_path, json.dumps(run, indent=1, sort_keys=True) + "\n")
+        elif self.follows:
+            raise ConfigError(
+                f"{self.path} holds no run.json for worker {self.rank}. All workers must see one shared folder: give "
+                "one with --out that every machine has under this name."
+            )
+        if not self.follows:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.run_path, json.dumps(run, indent=1, sort_keys=True) + "\n")
         for samples in self._samples(f"samples.{self.rank}.jsonl"):
             _cut_torn_line(samples)
 
@@ -89,14 +100,25 @@ class RunDirectory:
         return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
 
     def add_environment(self, key: str, environment: Mapping[str, Any]) -> None:
-        """Note where this worker runs."""
+        """Note where this worker runs, if no other has: the key is a digest of what it says."""
         folder = self.path / "environments"
         folder.mkdir(exist_ok=True)
-        write_atomically(folder / f"{key}.json", json.dumps(environment, indent=1, sort_keys=True) + "\n")
+        if not (folder / f"{key}.json").is_file():
+            write_atomically(folder / f"{key}.json", json.dumps(environment, indent=1, sort_keys=True) + "\n")
+
+    def save_examples(self, name: str, lines: str) -> None:
+        """Keep the examples of a task point, which rows refer to by id."""
+        path = self.path / "examples" / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        if not path.is_file() or path.read_text(encoding="utf-8") != lines:
+            write_atomically(path, lines)
 
     def open_cell(self, cell: Cell, cell_key: str, order: int) -> None:
         """Make the folder of a cell; `order` is its place in the sweep."""
         folder = self.path / "cells" / f"{_readable(cell)}--{cell_key}"
+        self._folders[cell_key] = folder
+        if self.follows:
+            return
         folder.mkdir(parents=True, exist_ok=True)
         content = {
             "cell_key": cell_key,
@@ -107,7 +129,6 @@ class RunDirectory:
         text = json.dumps(content, indent=1, sort_keys=True) + "\n"
         if not (folder / "cell.json").is_file() or (folder / "cell.json").read_text(encoding="utf-8") != text:
             write_atomically(folder / "cell.json", text)
-        self._folders[cell_key] = folder
 
     def append(self, row: Row) -> None:
         """Write one row of an opened cell so that it survives an interrupt right after."""
@@ -139,7 +160,8 @@ class RunDirectory:
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file as a whole: a reader sees the old text or the new one, whenever the writer dies."""
-    staged = path.with_suffix(f"{path.suffix}.{os.getpid()}.part")
+    # Machines that share a folder may have processes of one id.
+    staged = path.with_suffix(f"{path.suffix}.{uuid.uuid4().hex}.part")
     staged.write_text(text, encoding="utf-8")
     staged.replace(path)
 

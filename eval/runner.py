@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -13,7 +14,7 @@ from ..cache import PolicyCache
 from ..contract.canonical import sha256_of
 from ..errors import KVPolicyError
 from . import acting, cells, environment, outcomes
-from .cells import Cell, TaskPoint
+from .cells import Cell
 from .dense_prompts import DensePrompts
 from .engine import CacheBuilder
 from .model_loading import LoadedModel
@@ -22,12 +23,12 @@ from .progress import Progress
 from .prompting import EncodedPrompt, PromptEncoder
 from .records import Row
 from .run_directory import RunDirectory
-from .sweep import SweepConfig
-from .tasks.base import Example, Task, to_dataset
+from .sweep import NO_CONTEXT, SweepConfig
+from .tasks.base import Example, Task, to_dataset, without_context
 from .tasks.registry import make_task
 from .trial import run_trial
 
-__all__ = ["RunOutcome", "run_sweep"]
+__all__ = ["Listener", "RunOutcome", "SweepWorker", "run_part", "run_sweep"]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -37,6 +38,27 @@ class RunOutcome:
     written: int = 0
     skipped: int = 0
     failed: int = 0
+
+    def add(self, other: RunOutcome) -> None:
+        """Count another outcome's rows in."""
+        self.written += other.written
+        self.skipped += other.skipped
+        self.failed += other.failed
+
+    def __str__(self) -> str:
+        return f"{self.written} rows written, {self.skipped} done before, {self.failed} failed"
+
+
+class Listener(Protocol):
+    """Hears of every new row of an example."""
+
+    def scored(self, label: str, score: float) -> None:
+        """A cell answered."""
+        ...
+
+    def failed(self, label: str, reason: str) -> None:
+        """A cell failed, and is not run again."""
+        ...
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -52,24 +74,84 @@ class _PlannedCell:
     equals_full: bool | None = None
 
 
-class _Session:
-    """What stays the same for the whole run."""
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _OpenPoint:
+    """The task point a worker is at: its examples stay until it goes to another."""
+
+    index: int
+    task: Task
+    examples: list[Example]
+    planned: list[_PlannedCell]
+
+
+class SweepWorker:
+    """A sweep as one worker sees it: any example of any task point, under every cell that has not seen it."""
 
     def __init__(
-        self, config: SweepConfig, loaded: LoadedModel, directory: RunDirectory, build: CacheBuilder, mixed: bool
+        self,
+        config: SweepConfig,
+        loaded: LoadedModel,
+        directory: RunDirectory,
+        build_cache: CacheBuilder,
+        *,
+        allow_mixed: bool = False,
+        jobs: int = 1,
     ) -> None:
-        self.config, self.loaded, self.directory, self.build = config, loaded, directory, build
+        """Begin, or continue, the folder of the run. Of several workers the one that leads does so before the others.
+
+        Args: as `run_sweep`; `jobs` counts the processes on this machine, where the sweep does not name more.
+
+        Raises:
+            ConfigError: the folder belongs to another model, or its rows ran elsewhere.
+        """
+        torch.set_num_threads(config.threads)
+        self.config, self.loaded, self.directory, self.build = config, loaded, directory, build_cache
+        self.jobs = max(config.jobs, jobs)
+        self.points = list(cells.task_points(config))
         self.encoder = PromptEncoder(loaded.tokenizer)
         self.identity = environment.identity(loaded, self.encoder)
         self.identity_sha256 = sha256_of(self.identity)
-        place = environment.describe(loaded, threads=config.threads, jobs=config.jobs)
+        place = environment.describe(loaded, threads=config.threads, jobs=self.jobs)
         self.environment = sha256_of(place)[:12]
-        if not mixed:
+        if not allow_mixed:
             environment.check_same(place, directory.environments().values())
         directory.begin(self._run_record())
         directory.add_environment(self.environment, place)
-        # A failed row is tried again: what failed may have been repaired.
-        self.done = {row.row_key for row in directory.rows() if row.status in outcomes.DONE}
+        self._cells = self._open_cells()
+        self._point: _OpenPoint | None = None
+        self.find_done()
+
+    def find_done(self) -> None:
+        """Read which rows are there. A failed one is tried again: what failed may have been repaired."""
+        self.done = {row.row_key for row in self.directory.rows() if row.status in outcomes.DONE}
+
+    def run(self, point: int, number: int, listener: Listener) -> RunOutcome:
+        """Run the `number`-th example of the `point`-th task point; every row is on disk when this returns.
+
+        A task may have fewer examples than it is asked for: then there is nothing to run.
+        """
+        opened, outcome = self._opened(point), RunOutcome()
+        if number >= len(opened.examples):
+            return outcome
+        example = opened.examples[number]
+        dense = DensePrompts(self.loaded.model, share=self.config.share_prefill)
+        for entry in opened.planned:
+            row_key = sha256_of([entry.key, example.example_id])[:16]
+            if row_key in self.done:
+                outcome.skipped += 1
+                continue
+            if entry.refused:
+                continue
+            row = _row(self, entry, opened.task, number, example, row_key, dense)
+            self.directory.append(row)
+            outcome.written += 1
+            if row.status not in outcomes.DONE:
+                outcome.failed += 1
+                entry.refused = True
+                listener.failed(entry.cell.label, f"{row.status} ({row.reason})")
+            elif row.quality is not None:
+                listener.scored(entry.cell.label, row.quality.score)
+        return outcome
 
     def _run_record(self) -> dict[str, Any]:
         return {
@@ -86,6 +168,30 @@ class _Session:
             "evidence_class": "locally measured",
             "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         }
+
+    def _open_cells(self) -> list[list[tuple[Cell, str]]]:
+        """The cells of every task point with their keys; the order in the sweep is that in tables."""
+        found, order = [], itertools.count()
+        for point in self.points:
+            keyed = [(cell, cell.key(self.identity_sha256)) for cell in cells.cells_at(self.config, point)]
+            for cell, key in keyed:
+                self.directory.open_cell(cell, key, next(order))
+            found.append(keyed)
+        return found
+
+    def _opened(self, index: int) -> _OpenPoint:
+        if self._point is None or self._point.index != index:
+            point = self.points[index]
+            task = make_task(point.task.name, point.task.params)
+            examples = task.examples(point.request, self.encoder)
+            name = f"{point.task.name}-{point.request.length_tokens}-{point.request.seed}"
+            self.directory.save_examples(name, to_dataset(examples).to_pandas().to_json(orient="records", lines=True))
+            prompt_tokens = [len(self.encoder.encode(example).token_ids) for example in examples]
+            planned = [
+                _PlannedCell(cell=cell, key=key, prompt_tokens=prompt_tokens) for cell, key in self._cells[index]
+            ]
+            self._point = _OpenPoint(index=index, task=task, examples=examples, planned=planned)
+        return self._point
 
 
 def run_sweep(
@@ -114,82 +220,31 @@ def run_sweep(
     Raises:
         ConfigError: the folder belongs to another model, or its rows ran elsewhere.
     """
-    torch.set_num_threads(config.threads)
-    warning = environment.oversubscription_warning(config.threads, config.jobs)
+    worker = SweepWorker(config, loaded, directory, build_cache, allow_mixed=allow_mixed)
+    return run_part(worker, limit=limit, part=part, say=say)
+
+
+def run_part(
+    worker: SweepWorker, *, limit: int | None, part: tuple[int, int], say: Callable[[str], None]
+) -> RunOutcome:
+    """Run one part of every cell's examples, in order, and say how far it is; see `run_sweep`."""
+    outcome = RunOutcome()
+    warning = environment.oversubscription_warning(worker.config.threads, worker.jobs)
     if warning:
         say(f"warning: {warning}")
-    session, outcome = _Session(config, loaded, directory, build_cache, allow_mixed), RunOutcome()
-    points = list(cells.task_points(config))
-    progress = Progress(say, [_examples_here(point, limit, part) for point in points])
-    first_order = 0
-    for index, point in enumerate(points):
-        task = make_task(point.task.name, point.task.params)
-        examples = task.examples(point.request, session.encoder)
-        _save_examples(session, point, examples)
-        planned = _plan(session, point, examples, first_order)
-        first_order += len(planned)
-        progress.begin(index, f"{point.task.name} {point.request.length_tokens} tokens")
-        for number in range(len(examples))[slice(part[0] - 1, limit, part[1])]:
-            _run_example(session, planned, task, number, examples[number], outcome, progress)
+    numbers = [range(point.request.num_examples)[slice(part[0] - 1, limit, part[1])] for point in worker.points]
+    progress = Progress(say, [len(each) for each in numbers])
+    for index, point in enumerate(worker.points):
+        progress.begin(index, point.title)
+        for number in numbers[index]:
+            outcome.add(worker.run(index, number, progress))
             progress.example_done()
         progress.end()
     return outcome
 
 
-def _examples_here(point: TaskPoint, limit: int | None, part: tuple[int, int]) -> int:
-    return len(range(point.request.num_examples)[slice(part[0] - 1, limit, part[1])])
-
-
-def _save_examples(session: _Session, point: TaskPoint, examples: list[Example]) -> None:
-    """Keep the examples as a dataset file: the rows refer to them by id."""
-    folder = session.directory.path / "examples"
-    folder.mkdir(exist_ok=True)
-    name = f"{point.task.name}-{point.request.length_tokens}-{point.request.seed}.jsonl"
-    to_dataset(examples).to_pandas().to_json(folder / name, orient="records", lines=True)
-
-
-def _plan(session: _Session, point: TaskPoint, examples: list[Example], first_order: int) -> list[_PlannedCell]:
-    """The cells of a task point, in order."""
-    prompt_tokens = [len(session.encoder.encode(example).token_ids) for example in examples]
-    planned = []
-    for order, cell in enumerate(cells.cells_at(session.config, point), first_order):
-        entry = _PlannedCell(cell=cell, key=cell.key(session.identity_sha256), prompt_tokens=prompt_tokens)
-        session.directory.open_cell(cell, entry.key, order)
-        planned.append(entry)
-    return planned
-
-
-def _run_example(
-    session: _Session,
-    planned: list[_PlannedCell],
-    task: Task,
-    number: int,
-    example: Example,
-    outcome: RunOutcome,
-    progress: Progress,
-) -> None:
-    """Run one example under every cell that has not seen it."""
-    dense = DensePrompts(session.loaded.model, share=session.config.share_prefill)
-    for entry in planned:
-        row_key = sha256_of([entry.key, example.example_id])[:16]
-        if row_key in session.done:
-            outcome.skipped += 1
-            continue
-        if entry.refused:
-            continue
-        row = _row(session, entry, task, number, example, row_key, dense)
-        session.directory.append(row)
-        outcome.written += 1
-        if row.status not in outcomes.DONE:
-            outcome.failed += 1
-            entry.refused = True
-            progress.failed(entry.cell.label, f"{row.status} ({row.reason})")
-        elif row.quality is not None:
-            progress.scored(entry.cell.label, row.quality.score)
-
-
 def _row(
-    session: _Session,
+    worker: SweepWorker,
     entry: _PlannedCell,
     task: Task,
     number: int,
@@ -198,25 +253,29 @@ def _row(
     dense: DensePrompts,
 ) -> Row:
     cell = entry.cell
-    encoded = session.encoder.encode(example, query_aware=cell.query_aware)
+    with_context = worker.encoder.encode(example, query_aware=cell.query_aware)
+    asked = without_context(example) if cell.policy == NO_CONTEXT else example
+    encoded = with_context if asked is example else worker.encoder.encode(asked, query_aware=cell.query_aware)
     blank = Row(
         row_key=row_key,
         cell_key=entry.key,
         cell=cell.coordinates(),
         example={**_example_record(example, encoded), "index": number, "metric": task.metric},
         status=outcomes.OK,
-        environment=session.environment,
+        environment=worker.environment,
     )
     if entry.equals_full is None:
-        entry.equals_full = _equals_full(session, entry)
+        entry.equals_full = _equals_full(worker, entry)
     if entry.equals_full:
         # Neither a result of the policy nor a failure of it.
         reason, equal = "the budget takes nothing from any prompt", str(outcomes.Outcome.EQUALS_FULL)
         return dataclasses.replace(blank, status=outcomes.EQUALS_FULL, outcome=equal, reason=reason)
     try:
-        cache = session.build(cell)
+        cache = worker.build(cell)
         declared = policy_coordinates(cache) if isinstance(cache, PolicyCache) else {}
-        trial = run_trial(session.loaded, cell, example, encoded, cache, metric=task.metric, dense=dense)
+        trial = run_trial(
+            worker.loaded, cell, asked, encoded, cache, metric=task.metric, dense=dense, beside=with_context
+        )
     except Exception as error:  # a failing cell is a result, and the sweep goes on
         return dataclasses.replace(
             blank,
@@ -236,16 +295,16 @@ def _row(
     return dataclasses.replace(blank, quality=trial.quality, cache=trial.cache, timing=trial.timing, policy=declared)
 
 
-def _equals_full(session: _Session, entry: _PlannedCell) -> bool:
+def _equals_full(worker: SweepWorker, entry: _PlannedCell) -> bool:
     """Whether the cell's budget takes nothing from any prompt; a cell that is refused is left to fail by itself."""
     if entry.cell.budget is None:
         return False
     try:
-        cache = session.build(entry.cell)
+        cache = worker.build(entry.cell)
     except Exception:  # the cell's first example fails in the same way, and says so
         return False
     try:
-        return acting.equals_full(entry.cell, cache, session.loaded.model, entry.prompt_tokens)
+        return acting.equals_full(entry.cell, cache, worker.loaded.model, entry.prompt_tokens)
     except KVPolicyError:
         return False
 

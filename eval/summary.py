@@ -12,12 +12,15 @@ from .cells import Cell
 from .metrics.answer_nll import AnswerNLL
 from .outcomes import DEFAULT_DELTA, EQUALS_FULL, OK, Outcome, outcome_of_difference
 from .records import Row
+from .retention import MINIMUM_RANGE
 from .statistics import SMOKE_BELOW, Interval, bootstrap_mean, mean_interval, paired_difference
+from .sweep import REFERENCES
 from .tasks.base import LIKELIHOOD
 
 __all__ = ["CellSummary", "Measured", "by_cell", "summarise"]
 
-# Below this the full cache itself cannot do the task, and a policy's score says nothing about the policy.
+# Below this the full cache itself cannot do the task, and a policy's score says nothing about the policy. Where the
+# questions were asked without their text too, what lies between the two decides instead.
 _CANARY_SCORE = 0.5
 _NOT_INTERPRETABLE = "the full cache does not solve this task, or was not run"
 
@@ -63,6 +66,8 @@ class CellSummary:
     outcome: Outcome
     interpretable: bool
     measured: Measured | None
+    # Mean score of the same questions without their text, where that was run.
+    floor_score: float | None = None
 
     @property
     def is_smoke(self) -> bool:
@@ -82,10 +87,12 @@ def summarise(rows: Iterable[Row], *, delta: float = DEFAULT_DELTA) -> list[Cell
     """
     groups = by_cell(rows)
     measured = {key: _measure(group) for key, group in groups.items() if _unfinished(group) is None}
-    baselines = {
-        _point(groups[key][0].cell): found for key, found in measured.items() if groups[key][0].cell["policy"] == "full"
+    ends = {
+        (policy, _point(groups[key][0].cell)): found
+        for key, found in measured.items()
+        if (policy := groups[key][0].cell["policy"]) in REFERENCES
     }
-    return [_summary(group, measured.get(key), baselines, delta) for key, group in groups.items()]
+    return [_summary(group, measured.get(key), ends, delta) for key, group in groups.items()]
 
 
 def by_cell(rows: Iterable[Row]) -> dict[str, list[Row]]:
@@ -110,13 +117,13 @@ def _unfinished(group: list[Row]) -> Row | None:
 
 
 def _summary(
-    group: list[Row], measured: Measured | None, baselines: Mapping[tuple[Any, ...], Measured], delta: float
+    group: list[Row], measured: Measured | None, ends: Mapping[tuple[str, tuple[Any, ...]], Measured], delta: float
 ) -> CellSummary:
     cell, unfinished = Cell(**group[0].cell), _unfinished(group)
-    baseline = baselines.get(_point(group[0].cell))
+    baseline, floor = (ends.get((policy, _point(group[0].cell))) for policy in REFERENCES)
     # A likelihood has no score that the full cache ought to reach.
     has_canary = group[0].example.get("metric") != LIKELIHOOD
-    interpretable = baseline is not None and (not has_canary or baseline.score.mean >= _CANARY_SCORE)
+    interpretable = baseline is not None and (not has_canary or _needs_its_context(baseline, floor))
     if unfinished is not None:
         outcome, reason = Outcome(unfinished.outcome or Outcome.UNMEASURED), unfinished.reason
     elif not interpretable or measured is None or baseline is None:
@@ -130,7 +137,15 @@ def _summary(
         outcome=outcome,
         interpretable=interpretable,
         measured=measured,
+        floor_score=None if floor is None else floor.score.mean,
     )
+
+
+def _needs_its_context(full: Measured, floor: Measured | None) -> bool:
+    """Whether the full cache solves the task by reading: well above no context where that was run, else well at all."""
+    if floor is None:
+        return full.score.mean >= _CANARY_SCORE
+    return round(full.score.mean - floor.score.mean, 9) >= MINIMUM_RANGE
 
 
 def _quality_outcome(measured: Measured, baseline: Measured, delta: float) -> tuple[Outcome, str | None]:

@@ -15,6 +15,8 @@ from .outcomes import DEFAULT_DELTA
 from .tasks.registry import make_task
 
 __all__ = [
+    "NO_CONTEXT",
+    "REFERENCES",
     "BudgetValue",
     "ModelSpec",
     "PolicySpec",
@@ -27,6 +29,11 @@ __all__ = [
 
 BudgetValue: TypeAlias = "int | float | str | None"
 
+# The full cache asked without the text: what a score is worth begins here.
+NO_CONTEXT = "no_context"
+# What policies are measured by; neither drops a row.
+REFERENCES = ("full", NO_CONTEXT)
+
 _SWEEP_KEYS = (
     "model",
     "tasks",
@@ -38,6 +45,7 @@ _SWEEP_KEYS = (
     "threads",
     "jobs",
     "include_random",
+    "floor",
     "share_prefill",
     "delta",
 )
@@ -148,6 +156,7 @@ def parse_sweep(document: Mapping[str, Any]) -> SweepConfig:
             policies,
             budgets,
             include_random=fields.boolean(document.get("include_random", True), where="include_random"),
+            floor=fields.boolean(document.get("floor", False), where="floor"),
         ),
         seeds=tuple(fields.integers(document.get("seeds", [0]), where="seeds", minimum=0)),
         query_aware=_query_aware(document.get("query_aware", True)),
@@ -242,12 +251,14 @@ def _budgets(values: Any, *, where: str) -> tuple[BudgetValue, ...]:
 
 
 def _with_baselines(
-    policies: list[PolicySpec], budgets: tuple[BudgetValue, ...], *, include_random: bool
+    policies: list[PolicySpec], budgets: tuple[BudgetValue, ...], *, include_random: bool, floor: bool
 ) -> tuple[PolicySpec, ...]:
-    """Put the full cache first, and random selection at every budget that any policy is run at."""
+    """Put the full cache first, with and without the text, and random rows at every budget that a policy is run at."""
     named = {policy.name for policy in policies}
     used = dict.fromkeys([b for p in policies for b in p.budgets if b is not None] + list(budgets))
     baselines = [] if "full" in named else [PolicySpec(name="full", budgets=(None,))]
+    if floor:
+        baselines.append(PolicySpec(name=NO_CONTEXT, budgets=(None,)))
     if include_random and "random" not in named and used:
         baselines.append(PolicySpec(name="random", budgets=tuple(used)))
     return tuple(baselines) + tuple(sorted(policies, key=lambda policy: policy.name != "full"))

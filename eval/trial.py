@@ -44,8 +44,11 @@ def run_trial(
     *,
     metric: str,
     dense: DensePrompts,
+    beside: EncodedPrompt,
 ) -> Trial:
     """Run one example with a fresh `cache`; `metric` names how its answer is scored, `dense` runs its prompt.
+
+    `beside` is the prompt that the full cache is compared on: the same one, unless this one lacks its text.
 
     Where nothing is generated, the cache itself is fed the gold text, and `final_*` are measured after it.
 
@@ -64,7 +67,7 @@ def run_trial(
     prompt_tokens = len(encoded.token_ids)
     allowed = engine.budget_rows(cell, prefilled.cache, model, prompt_tokens)
     return Trial(
-        quality=_quality(loaded, example, answer, generated, metric, dense.full_log_probs(encoded)),
+        quality=_quality(loaded, example, answer, generated, metric, dense.full_log_probs(beside)),
         cache=_cache_record(
             prefilled.cache,
             after_prompt,
@@ -136,7 +139,9 @@ def _quality(
     full_log_probs_TV: Tensor,
 ) -> QualityRecord:
     text = loaded.tokenizer.decode(generated.token_ids, skip_special_tokens=True)
-    beside_full = agreement(full_log_probs_TV, answer.log_probs_TV)
+    # A tokenizer may split an answer otherwise behind another text; then no two positions mean the same.
+    same = full_log_probs_TV.shape == answer.log_probs_TV.shape
+    beside_full = agreement(full_log_probs_TV, answer.log_probs_TV) if same else None
     return QualityRecord(
         score=math.exp(-answer.nll_per_token) if metric == LIKELIHOOD else score_answer(metric, text, example),
         answer_nll=answer.nll_per_token,
@@ -145,8 +150,8 @@ def _quality(
         output_text=text,
         output_tokens=len(generated.token_ids),
         finish_reason=generated.finish_reason,
-        kl_to_full_nats=beside_full.kl_nats,
-        top1_agreement_ratio=beside_full.top1_ratio,
+        kl_to_full_nats=beside_full.kl_nats if beside_full else None,
+        top1_agreement_ratio=beside_full.top1_ratio if beside_full else None,
     )
 
 

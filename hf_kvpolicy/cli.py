@@ -1,4 +1,4 @@
-"""The `kvpolicy` command: list, show, generate, calibrate, eval."""
+"""The `kvpolicy` command: list, show, generate, calibrate, eval, lm-eval."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def generate(
 
         from .compat import cache_argument
         from .config import make_cache, with_tokenizer
-        from .eval.cli import load_for_command
+        from .eval.model_loading import load_for_command
 
         _check_policy(policy)
         loaded = load_for_command(model, dtype, device)
@@ -115,7 +115,7 @@ def calibrate(
     """Measure a checkpoint once and write its profile: head importances (headkv), rows that layers need (zigzagkv)."""
     with _errors_as_exit_code():
         from .eval.calibration import CALIBRATIONS, Plan
-        from .eval.cli import load_for_command
+        from .eval.model_loading import load_for_command
         from .eval.tasks.haystack import load_haystack
         from .profiles import save_profile
 
@@ -127,6 +127,28 @@ def calibrate(
         profile = CALIBRATIONS[policy](loaded, haystack, plan, say=typer.echo)
         save_profile(profile, out)
         typer.echo(f"written: {out}")
+
+
+@app.command(
+    "lm-eval",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    options_metavar="ARGUMENTS OF LM_EVAL",
+)
+def lm_eval(context: typer.Context) -> None:
+    """Run lm_eval's own command, with the model kvpolicy known to it. Everything behind lm-eval is lm_eval's.
+
+    For example: run --model kvpolicy --model_args pretrained=MODEL policy=snapkv budget=512 --tasks TASK
+    --include_path FOLDER --use_cache FILE --output_path FOLDER --batch_size 4 --device cuda --limit 10.
+    `kvpolicy lm-eval run --help` prints lm_eval's options.
+    """
+    if context.args in ([], ["--help"]):
+        typer.echo(context.get_help())
+        return
+    with _errors_as_exit_code():
+        from .eval.lm_eval_adapter import run_command
+
+        run_command(context.args)
 
 
 def main() -> None:

@@ -75,7 +75,8 @@ def prompts_of(config: SweepConfig, loaded: LoadedModel, seed: int, examples: in
     point = next(task_points(config))
     request = replace(point.request, seed=seed, num_examples=examples)
     encoder = PromptEncoder(loaded.tokenizer)
-    return [encoder.encode(example) for example in make_task(point.task.name, point.task.params).examples(request, encoder)]
+    task = make_task(point.task.name, point.task.params)
+    return [encoder.encode(example) for example in task.examples(request, encoder)]
 
 
 def cache_at(config: SweepConfig, loaded: LoadedModel, recovery: float) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, Protocol
 
 from ...errors import ConfigError
@@ -21,6 +21,7 @@ __all__ = [
     "TaskEntry",
     "Turn",
     "to_dataset",
+    "without_context",
 ]
 
 Coordinate = str | int | float
@@ -88,6 +89,11 @@ class Example:
     def gold_text(self) -> str:
         """The answer whose likelihood is measured."""
         return self.answers[0] if self.gold is None else self.gold
+
+
+def without_context(example: Example) -> Example:
+    """The same question with nothing to read: what it scores, the model knew or guessed."""
+    return replace(example, context="", joint="", earlier_turns=())
 
 
 _ALWAYS = object()

@@ -25,6 +25,17 @@ def test_list_names_every_policy_and_family() -> None:
     assert "arXiv 2404.14469" in result.output
 
 
+def test_lm_eval_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = RUN.invoke(app, ["lm-eval", "--help"])
+    assert shown.exit_code == 0
+    assert "--model kvpolicy" in " ".join(shown.output.split())
+    monkeypatch.delitem(sys.modules, "hf_kvpolicy.eval.lm_eval_adapter", raising=False)
+    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
+    result = RUN.invoke(app, ["lm-eval", "run", "--help"])
+    assert result.exit_code == 2
+    assert "pip install 'hf-kvpolicy[lm-eval]'" in " ".join(result.output.split())
+
+
 def test_papers_are_read_from_the_policy_files() -> None:
     assert paper("snapkv") == "arXiv 2404.14469"
     assert paper("full") == ""

@@ -213,3 +213,14 @@ def test_an_empty_run_is_refused(tmp_path: Path) -> None:
         write_report(folder_with([], tmp_path), tmp_path)
     with pytest.raises(ConfigError, match=r"no run\.json"):
         write_report(RunDirectory(tmp_path / "absent"), tmp_path)
+
+
+@pytest.mark.parametrize(("floor_right", "interpretable"), [(0, True), (2, True), (3, False)])
+def test_a_floor_decides_whether_a_task_says_anything(floor_right: int, interpretable: bool) -> None:
+    """The full cache answers 4 of 10: below one half, but 0.2 above what is answered without the text."""
+    full_rows = [made_row("full", i, output="7" if i < 4 else "wrong") for i in range(10)]
+    floor_rows = [made_row("no_context", i, output="7" if i < floor_right else "wrong") for i in range(10)]
+    summaries = summarise([*full_rows, *floor_rows, *policy(3, 10)])
+    assert {summary.interpretable for summary in summaries} == {interpretable}
+    assert {summary.floor_score for summary in summaries} == {floor_right / 10}
+    assert not summarise([*full_rows, *policy(3, 10)])[0].interpretable

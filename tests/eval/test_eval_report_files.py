@@ -18,9 +18,7 @@ pytest.importorskip("jinja2")
 
 from eval_fakes import made_row
 from test_eval_report import folder_with, full, policy
-from typer.testing import CliRunner
 
-from hf_kvpolicy.eval.cli import app
 from hf_kvpolicy.eval.figures import draw_curves, draw_front, draw_heat_map, page_panel, styles_of, svg_of
 from hf_kvpolicy.eval.html_report import heat_maps
 from hf_kvpolicy.eval.packed import PackedRun, write_packed
@@ -287,22 +285,26 @@ def test_a_figure_is_the_same_text_at_any_time() -> None:
     assert "currentColor" in drawn()
 
 
-def test_no_curve_where_the_context_is_worth_too_little(tmp_path: Path) -> None:
-    rows = [*full(), *policy(4, 8)]
-    directory = folder_with(rows, tmp_path)
-    for floor, is_drawn in ((0.9, False), (0.5, True)):
-        outcome = CliRunner().invoke(app, ["report", str(tmp_path), "--floor", f"needle_single_noise={floor}"])
-        assert outcome.exit_code == 0, outcome.output
-        page = (tmp_path / "report.html").read_text()
-        assert ("Bars: 95% intervals" in page) is is_drawn
-        assert ("No curve. The full cache scores 1.00 and no context 0.90" in page) is not is_drawn
-        (line,) = csv_lines((tmp_path / "report.csv").read_text())[1:]
-        assert line["retained_ratio"] == ("0.0" if is_drawn else "")
-    assert len(directory.rows()) == len(rows)
-    for wrong in ("needle", "=0.5", "needle=2", "needle=x"):
-        outcome = CliRunner().invoke(app, ["report", str(tmp_path), "--floor", wrong])
-        assert outcome.exit_code == 2
-        assert "TASK=SCORE" in " ".join(outcome.output.split())
+@pytest.mark.parametrize(("floor_right", "is_drawn"), [(7, False), (4, True)])
+def test_no_curve_where_the_context_is_worth_too_little(floor_right: int, is_drawn: bool, tmp_path: Path) -> None:
+    floor = [made_row("no_context", i, output="7" if i < floor_right else "wrong") for i in range(8)]
+    files = written([*full(), *floor, *policy(4, 8)], tmp_path)
+    assert ("Bars: 95% intervals" in files["report.html"]) is is_drawn
+    assert ("No curve. The full cache scores 1.00 and no context 0.88" in files["report.html"]) is not is_drawn
+    assert ("the full cache is hardly better than no context" in files["report.md"]) is not is_drawn
+    lines = csv_lines(files["report.csv"])
+    assert [line["retained_ratio"] for line in lines] == (["1.0", "0.0", "0.0"] if is_drawn else [""] * 3)
+    assert {line["floor_score"] for line in lines} == {str(floor_right / 8)}
+    assert [line["on_pareto_front"] for line in lines] == ["True", "", "True"]
+
+
+def test_no_context_is_a_level_and_no_point() -> None:
+    floor = [made_row("no_context", i, output="wrong") for i in range(8)]
+    group = summarise([*full(), *floor, *policy(4, 8)])
+    _, panel = page_panel((3, 3))
+    draw_curves(panel, group, lambda measured: measured.score, styles_of(group))
+    assert {container.get_label() for container in panel.containers} == {"full", "snapkv"}
+    assert [line.get_ydata()[0] for line in panel.lines if line.get_label() == "no_context"] == [0.0]
 
 
 def test_coordinates_of_the_run_are_in_the_page(tmp_path: Path) -> None:

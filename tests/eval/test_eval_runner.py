@@ -254,3 +254,18 @@ def test_progress_is_a_line_an_example_and_one_a_cell(loaded: LoadedModel, tmp_p
         "needle_single_noise 600 tokens, snapkv @ 64",
         "needle_single_noise 600 tokens, random @ 64",
     }
+
+
+def test_the_floor_asks_without_the_text(loaded: LoadedModel, tmp_path: Path) -> None:
+    _, rows = run(loaded, tmp_path, floor=True)
+    full, floor = rows_of(rows, "full"), rows_of(rows, "no_context")
+    assert [row.example["id"] for row in floor] == [row.example["id"] for row in full]
+    for row, other in zip(floor, full, strict=True):
+        assert row.status == "ok"
+        assert row.example["prompt_tokens"] < 150 < other.example["prompt_tokens"]
+        assert row.quality is not None
+        assert row.quality.kl_to_full_nats is not None
+        assert row.quality.kl_to_full_nats > 0
+    summaries = {summary.cell.policy: summary for summary in summarise(rows)}
+    assert {summary.floor_score for summary in summaries.values()} == {0.0}
+    assert "no_context" not in {row.cell["policy"] for row in run(loaded, tmp_path / "other")[1]}
