@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from .extras import require
@@ -14,6 +15,7 @@ from .summary import CellSummary
 __all__ = ["save_plots"]
 
 _MANY_CURVES = 14
+_TITLE_LETTERS = 60
 
 
 def save_plots(summaries: Sequence[CellSummary], path: Path) -> None:
@@ -33,14 +35,15 @@ def save_plots(summaries: Sequence[CellSummary], path: Path) -> None:
     for line, (title, group) in zip(axes, groups, strict=True):
         refusal = refusal_of(group)
         for panel, (name, read) in zip(line, PANELS, strict=True):
-            panel.set_title(title, parse_math=False, fontsize="medium")
-            panel.set_ylabel(name)
+            panel.set_title(fill(title, _TITLE_LETTERS), parse_math=False, fontsize="medium")
             if refusal is not None:
-                panel.text(0.5, 0.5, refusal, ha="center", va="center", wrap=True, transform=panel.transAxes)
+                panel.axis("off")
+                panel.text(0.5, 0.5, fill(refusal, _TITLE_LETTERS), ha="center", va="center")
                 continue
+            panel.set_ylabel(name)
             draw_curves(panel, group, read, styles)
-        line[0].set_ylim(-0.05, 1.05)
         if refusal is None:
+            line[0].set_ylim(-0.05, 1.05)
             _add_legend(line[-1], legend_of(group))
     FigureCanvasAgg(figure).print_png(str(path))
 
