@@ -31,8 +31,6 @@ __all__ = [
 
 OK = "ok"
 EQUALS_FULL = "equals-full"
-# What need not be tried again.
-DONE = (OK, EQUALS_FULL)
 DID_NOT_ACT = "failed: policy did not act"
 
 # A loss of score up to this much is none to speak of.
