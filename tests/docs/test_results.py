@@ -16,7 +16,7 @@ from hf_kvpolicy.eval.results import summaries_of
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "benchmarks" / "smollm2-135m_cpu_2026-11-30_needle_retention.json"
-ALLOCATION = ROOT / "benchmarks" / "smollm2-135m_cpu_2026-11-30_needle_allocation.json"
+ALLOCATION = ROOT / "benchmarks" / "smollm2-135m_cpu_2026-11-30_needle_allocation_3budgets.json"
 
 
 @pytest.mark.parametrize("records", [RECORDS, ALLOCATION], ids=lambda path: path.stem)
