@@ -48,7 +48,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Refuse options of the wrong type before a policy's constructor computes with them."""
         check_options(cls, options)
-        return super().__new__(cls)
+        made: Self = super().__new__(cls)
+        return made
 
     def __init__(self, model_or_config: PreTrainedModel | PreTrainedConfig, composition: Composition) -> None:
         """Make an empty cache; given a model, attach it too.
