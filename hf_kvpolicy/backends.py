@@ -145,7 +145,7 @@ def computes_like_blocks(backend: str, tensors: tuple[Tensor, ...], arguments: d
     That is SDPA on a CPU in fp32, without dropout and without a graph. Elsewhere the backend's own kernel is faster, or
     rounds in its own way.
     """
-    if backend != "sdpa" or arguments.get("dropout") or any(arguments.get(name) is not None for name in _UNHANDLED):
+    if backend != "sdpa" or arguments.get("dropout"):
         return False
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return False
@@ -153,7 +153,7 @@ def computes_like_blocks(backend: str, tensors: tuple[Tensor, ...], arguments: d
 
 
 def refuse_unhandled(arguments: dict[str, Any]) -> None:
-    """Refuse features of attention that change what a row contributes.
+    """Refuse features of attention that change what a row contributes: neither views nor evidence know them.
 
     Raises:
         BackendAdmissionError: the model passes one of them.
@@ -161,7 +161,8 @@ def refuse_unhandled(arguments: dict[str, Any]) -> None:
     for name in _UNHANDLED:
         if arguments.get(name) is not None:
             raise BackendAdmissionError(
-                f"The model passes {name!r} to attention, which is not handled over a compressed cache yet."
+                f"The model passes {name!r} to attention, which is not handled by policy caches yet. "
+                "Run this model with transformers' own cache."
             )
 
 
@@ -179,7 +180,6 @@ def attend_view(
     `eager` runs the family's own function, flash runs where the view needs no mask, all else (and flash with a mask) is
     exact grouped SDPA over the same rows: nothing is padded or densified.
     """
-    refuse_unhandled(arguments)
     scaling, dropout = arguments["scaling"], arguments.get("dropout", 0.0)
     if backend == "sdpa":
         return grouped_attention(query_BQTD, keys_BSND, values_BSND, mask_BMTN, scaling=scaling, dropout=dropout)

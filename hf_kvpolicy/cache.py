@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,21 +18,19 @@ from .contract import KVPolicyState, KVVisibilityPolicyManifest, PackedKVViewRec
 from .engine import Composition, RunStatistics, Runtime
 from .errors import BackendAdmissionError, ConfigError, IntegrityError
 from .fingerprint import checkpoint_fingerprint
-from .frame import STEP, KeptTokens, LayerStep, Reader, active_cache
+from .frame import STEP, KeptTokens, LayerStep, Reader, active_cache, weakly
 from .geometry import CacheGeometry
 from .layers import PolicyLayer
 from .ledger import Ledger, account
 from .positions import RotarySpec
 from .pruning import prune_between
 from .records import Identity, integrity_faults, manifest_of, positions_of, prefix_digest, receipt_of, state_of
-from .registry import ModelPatch, model_patch
+from .registry import ModelPatch, check_options, model_patch
 
 if TYPE_CHECKING:
     from typing import Self
 
 __all__ = ["PolicyCache"]
-
-_T = TypeVar("_T")
 
 
 class PolicyCache(Cache):  # type: ignore[misc]
@@ -46,6 +44,12 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     # Selection units a policy can have; the others are refused.
     units: ClassVar[tuple[str, ...]] = ("head", "layer", "token")
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Refuse options of the wrong type before a policy's constructor computes with them."""
+        check_options(cls, options)
+        made: Self = super().__new__(cls)
+        return made
 
     def __init__(self, model_or_config: PreTrainedModel | PreTrainedConfig, composition: Composition) -> None:
         """Make an empty cache; given a model, attach it too.
@@ -66,8 +70,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
         self._runtime = Runtime(
             composition,
             self._geometry,
-            rotary=_weakly(self._rotary_spec),
-            element_bytes=_weakly(self._element_bytes),
+            rotary=weakly(self._rotary_spec),
+            element_bytes=weakly(self._element_bytes),
         )
         super().__init__(layers=[PolicyLayer(self, layer) for layer in range(self._geometry.num_layers)])
         if model is not None:
@@ -295,9 +299,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin._identity = Identity(request_id=uuid.uuid4().hex)
-        twin._runtime = self._runtime.fork(
-            rotary=_weakly(twin._rotary_spec), element_bytes=_weakly(twin._element_bytes)
-        )
+        twin._runtime = self._runtime.fork(rotary=weakly(twin._rotary_spec), element_bytes=weakly(twin._element_bytes))
         twin.layers = [PolicyLayer(twin, layer) for layer in range(self._geometry.num_layers)]
         return twin
 
@@ -386,15 +388,3 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     def _element_bytes(self) -> int:
         return self._dtype().itemsize
-
-
-def _weakly(method: Callable[[], _T]) -> Callable[[], _T]:
-    """Return a bound method that does not keep its cache alive: a cycle would hold buffers until a collection runs."""
-    reference = weakref.WeakMethod(method)
-
-    def call() -> _T:
-        found = reference()
-        assert found is not None, "a runtime runs only while its cache lives"
-        return found()
-
-    return call

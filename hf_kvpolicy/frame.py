@@ -7,9 +7,10 @@ cache are weak, so a finished forward keeps nothing alive.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +28,10 @@ __all__ = [
     "enter_forward",
     "leave_forward",
     "take_reader",
+    "weakly",
 ]
+
+_T = TypeVar("_T")
 
 FRAME: ContextVar[weakref.ref[PolicyCache] | None] = ContextVar("hf_kvpolicy_frame", default=None)
 
@@ -86,6 +90,18 @@ def active_cache() -> PolicyCache | None:
     """Return the policy cache of the forward that runs in this context, or None."""
     reference = FRAME.get()
     return None if reference is None else reference()
+
+
+def weakly(method: Callable[[], _T]) -> Callable[[], _T]:
+    """Return a bound method that does not keep its cache alive: a cycle would hold buffers until a collection runs."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> _T:
+        found = reference()
+        assert found is not None, "a runtime runs only while its cache lives"
+        return found()
+
+    return call
 
 
 def leave_forward() -> None:

@@ -290,8 +290,10 @@ def _ragged_faults(snapshot: Snapshot, policy: Composition, heads: int) -> list[
     if snapshot.budget_rows is None or not policy.allocation.conserves or is_mixed:
         return faults
     for batch, budget in enumerate(snapshot.budget_rows):
-        owners = [sum(layer.map.lengths[batch * heads : (batch + 1) * heads]) for layer in snapshot.ragged]
-        if policy.decode_blocks is not None:
+        if policy.bounds_every_step:
+            owners = [sum(layer.map.lengths[batch * heads : (batch + 1) * heads]) for layer in snapshot.ragged]
+        else:
+            # Rows of an answer lie among them where another batch row went on with a prompt.
             owners = [_prompt_rows(layer.map, batch, snapshot) for layer in snapshot.ragged]
         allowed = budget * heads * len(snapshot.ragged)
         if sum(owners) > allowed:

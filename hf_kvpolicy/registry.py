@@ -7,7 +7,10 @@ import registers it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ModelPatch",
     "available_policies",
+    "check_options",
     "model_patch",
     "policy_class",
     "register_model_patch",
@@ -110,6 +114,54 @@ def policy_class(name: str) -> type:
     if name not in _POLICIES:
         raise ConfigError(f"There is no policy {name!r}; available are {', '.join(names)}.{did_you_mean(name, names)}")
     return _POLICIES[name]
+
+
+def check_options(cls: type, options: Mapping[str, Any]) -> None:
+    """Refuse options that are not of the type a policy's constructor declares, before it computes with them.
+
+    Raises:
+        ConfigError: of the first such option. Types that are not plain (budgets, profiles) are left to the policy.
+    """
+    declared = _declared_types(cls)
+    for name, value in options.items():
+        types = declared.get(name, ())
+        if types and not any(_TYPES[word][1](value) for word in types):
+            wanted = " or ".join(_TYPES[word][0] for word in types)
+            raise ConfigError(f"{cls.__name__}: {name}={value!r} must be {wanted}, but is a {type(value).__name__}.")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+# Annotations that are checked: in words, and what they admit.
+_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "int": ("a whole number", _is_whole),
+    "float": ("a finite number", _is_number),
+    "bool": ("True or False", lambda value: isinstance(value, bool)),
+    "str": ("a word", lambda value: isinstance(value, str)),
+    "Iterable[int]": ("a list of whole numbers", lambda value: isinstance(value, Iterable) and not _is_text(value)),
+    "None": ("None", lambda value: value is None),
+}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str | bytes)
+
+
+@lru_cache(maxsize=64)
+def _declared_types(cls: type) -> dict[str, tuple[str, ...]]:
+    """Return the words of each option's annotation where all of them can be checked."""
+    found = {}
+    for name, parameter in inspect.signature(cls).parameters.items():
+        words = tuple(word.strip() for word in inspect.formatannotation(parameter.annotation).strip("'").split("|"))
+        if all(word in _TYPES for word in words):
+            found[name] = words
+    return found
 
 
 def supported_model_types() -> tuple[str, ...]:

@@ -46,7 +46,7 @@ class Budget:
             BudgetError: a byte budget gives fewer rows than the policy needs.
         """
         if self.kind == "rows":
-            return [int(self.value)] * len(prompt_tokens)
+            return [min(int(self.value), NO_LIMIT_ROWS)] * len(prompt_tokens)
         if self.kind == "ratio":
             # Short prompts must still hold the protected rows: the floor is the policy's minimum.
             # The declared decimal is meant, not its binary neighbour: 0.29 of 100 tokens is 29 rows.
@@ -60,7 +60,7 @@ class Budget:
                 f"{len(prompt_tokens)} batch rows, but this policy needs at least {minimum_rows}. "
                 f"Give at least {needed} bytes, or a smaller window."
             )
-        return [rows] * len(prompt_tokens)
+        return [min(rows, NO_LIMIT_ROWS)] * len(prompt_tokens)
 
 
 def parse_budget(value: int | float | str) -> Budget:

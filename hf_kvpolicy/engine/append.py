@@ -111,7 +111,8 @@ class AppendStep(Step):
             # Where the held queries came from is of no use later, and would keep a larger tensor alive.
             window = None if self._window is None else replace(self._window, index_BW=None)
             segment = replace(self._segment, queries_BQWD=queries, window=window)
-        ends_prompt = self.inputs.length > 1 and not self.runtime.recording
+        # What is held, or waits, ends when it is chosen from.
+        ends_prompt = self.inputs.length > 1 and not self.runtime.recording and self.holds_queries is None
         tail_before = old.tail_counts or (0,) * self.inputs.batch
         return replace(
             old,
@@ -121,7 +122,9 @@ class AppendStep(Step):
             tail=tail,
             tail_counts=tuple(a + b for a, b in zip(tail_before, self.inputs.new_tokens, strict=True)),
             scores_LBSWX=self._states_after(),
-            segment_tokens=self.inputs.frontier_after.tokens if ends_prompt else old.segment_tokens,
+            segment_tokens=old.ended(self.inputs.frontier_after.tokens, self.inputs.brought)
+            if ends_prompt
+            else old.segment_tokens,
             open_segment=segment,
             last_was_segment=self.inputs.length > 1,
         )

@@ -91,8 +91,8 @@ class Composition:
                 f"{self.policy}: owner='query_head' gives every query head rows of its own, but unit={self.unit!r} "
                 "shares one set. Use unit='head', or owner='kv_head'."
             )
-        self._check_storage()
         self._check_pruning()
+        self._check_storage()
         if self.budget is not None and self.budget.kind == "rows":
             self.check_rows(int(self.budget.value))
         if self.budget is not None and self.budget.kind == "ratio" and self.chunked_prefill == "bounded":

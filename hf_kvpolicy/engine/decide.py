@@ -63,6 +63,7 @@ class Decider:
         counts: Sequence[int],
         budget_rows: Sequence[int],
         newest_tokens: Sequence[int],
+        brought: Sequence[bool],
         justified: bool,
         ends_prompt: bool = True,
     ) -> None:
@@ -72,12 +73,15 @@ class Decider:
             counts: candidate rows per owner, for each batch row.
             budget_rows: rows each owner may keep, for each batch row.
             newest_tokens: real tokens of each batch row, so that the window's rows are known.
+            brought: whether each batch row has a token in what ends here; one without keeps what it holds.
             justified: candidates come in ascending token order with dead slots, if any, first.
             ends_prompt: the selection closes a prompt segment (and not a decode step).
         """
-        pairs = zip(counts, budget_rows, strict=True)
-        self.kept_counts = tuple(composition.kept_rows(count, budget) for count, budget in pairs)
-        self.ends_prompt = ends_prompt
+        self.kept_counts = tuple(
+            composition.kept_rows(count, budget) if own else count
+            for count, budget, own in zip(counts, budget_rows, brought, strict=True)
+        )
+        self.ends_prompt, self._brought = ends_prompt, brought
         self.states: dict[int, Tensor] = {}
         self.drops_rows = self.kept_counts != tuple(counts)
         self._composition, self._geometry, self._transaction = composition, geometry, transaction
@@ -254,7 +258,10 @@ class Decider:
         packed = gather_rows(states_BSNX, index_BMK, states_BSNX.shape[1])
         if self.ends_prompt:
             tokens = candidates.map.tokens_BMW.expand(-1, index_BMK.shape[1], -1).gather(2, index_BMK)
-            evidence.close_prompt_(packed, self._recent(tokens))
+            recent = self._recent(tokens)
+            for row, own in enumerate(self._brought):
+                if own:
+                    evidence.close_prompt_(packed[row], recent[row])
         self.states[layer] = packed
 
     def stacked_states(self) -> Tensor | None:

@@ -36,7 +36,7 @@ def decide_appended(
 
     Reads the snapshot's buffers, writes fresh ones; the snapshot itself stays readable.
     """
-    layers, width = runtime.geometry.num_layers, snapshot.width
+    layers, width, brought = runtime.geometry.num_layers, snapshot.width, snapshot.brought
     dense = all(count == width for count in snapshot.counts)
     decider = Decider(
         runtime.composition,
@@ -45,6 +45,7 @@ def decide_appended(
         counts=snapshot.counts,
         budget_rows=budget_rows,
         newest_tokens=snapshot.frontier.tokens,
+        brought=brought,
         justified=dense and all(part.ordered for part in snapshot.maps),
         ends_prompt=ends_prompt,
     )
@@ -70,7 +71,7 @@ def decide_appended(
         tail_counts=(0,) * snapshot.batch_size,
         budget_rows=budget_rows,
         scores_LBSWX=decider.stacked_states(),
-        segment_tokens=snapshot.frontier.tokens if ends_prompt else snapshot.segment_tokens,
+        segment_tokens=snapshot.ended(snapshot.frontier.tokens, brought) if ends_prompt else snapshot.segment_tokens,
         open_segment=None,
         decision_epoch=snapshot.decision_epoch + 1,
         evicted_at_column=evicted,

@@ -83,24 +83,35 @@ class SegmentQueries:
 def attend_with_logits(
     query_BQ1D: Tensor, keys_BSND: Tensor, values_BSND: Tensor, mask_BMTN: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend with one decode query; return (output [B, 1, Q, D], logits and attention [B, S, G, 1, N] in fp32)."""
-    logits = grouped_logits(query_BQ1D, keys_BSND, mask_BMTN, scaling)
+    """Attend with one decode query; return (output [B, 1, Q, D], logits and attention [B, S, G, 1, N] in fp32).
+
+    The output has the model's precision: in fp64 the softmax is taken in fp64, in half precision in fp32.
+    """
+    wide = torch.promote_types(query_BQ1D.dtype, torch.float32)
+    logits = grouped_logits(query_BQ1D, keys_BSND, mask_BMTN, scaling, dtype=wide)
     attention = torch.softmax(logits, dim=-1)
     batch, stored, size, _, rows = logits.shape
     weights = attention.view(batch, stored, size, rows).to(values_BSND.dtype)
     output = torch.matmul(weights, values_BSND).reshape(batch, 1, stored * size, -1)
-    return output, logits, attention
+    return output, logits.float(), attention.float()
 
 
-def grouped_logits(query_BQTD: Tensor, keys_BSND: Tensor, mask_BMTN: Tensor | None, scaling: float) -> Tensor:
-    """Return scaled logits [B, S, G, T, N] fp32, -inf where a query does not see a row.
+def grouped_logits(
+    query_BQTD: Tensor,
+    keys_BSND: Tensor,
+    mask_BMTN: Tensor | None,
+    scaling: float,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return scaled logits [B, S, G, T, N], -inf where a query does not see a row.
 
     A mask of fewer rows is about the newest ones; all queries see the rows before them.
     """
     batch, heads, tokens, dim = query_BQTD.shape
     stored, rows = keys_BSND.shape[1], keys_BSND.shape[2]
-    folded = query_BQTD.reshape(batch, stored, heads // stored * tokens, dim).float() * scaling
-    logits = torch.matmul(folded, keys_BSND.float().transpose(2, 3))
+    folded = query_BQTD.reshape(batch, stored, heads // stored * tokens, dim).to(dtype) * scaling
+    logits = torch.matmul(folded, keys_BSND.to(dtype).transpose(2, 3))
     logits = logits.view(batch, stored, heads // stored, tokens, rows)
     if mask_BMTN is not None:
         masked = logits[..., rows - mask_BMTN.shape[3] :]

@@ -39,6 +39,11 @@ class ForwardInputs:
     # What the caller reads beside the last position, in words; None for nothing.
     also_read: str | None = None
 
+    @property
+    def brought(self) -> tuple[bool, ...]:
+        """Whether each batch row has a real token among the new columns."""
+        return tuple(new > 0 for new in self.new_tokens)
+
 
 def read_inputs(
     module: torch.nn.Module,

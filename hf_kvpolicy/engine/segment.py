@@ -48,6 +48,7 @@ class SegmentStep(Step):
             counts=self.candidate_counts,
             budget_rows=budget,
             newest_tokens=inputs.frontier_after.tokens,
+            brought=inputs.brought,
             justified=after_all if snapshot.width else inputs.left_padded,
             ends_prompt=inputs.length > 1 or not snapshot.frontier.columns,
         )
@@ -115,7 +116,9 @@ class SegmentStep(Step):
             tail_counts=(0,) * self.inputs.batch,
             budget_rows=self.budget_rows,
             scores_LBSWX=self.decider.stacked_states(),
-            segment_tokens=frontier.tokens if self.decider.ends_prompt else self.snapshot.segment_tokens,
+            segment_tokens=self.snapshot.ended(frontier.tokens, self.inputs.brought)
+            if self.decider.ends_prompt
+            else self.snapshot.segment_tokens,
             open_segment=None,
             last_was_segment=self.inputs.length > 1,
             decision_epoch=self.snapshot.decision_epoch + 1,

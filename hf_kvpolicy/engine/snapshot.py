@@ -162,6 +162,27 @@ class Snapshot:
         return tuple(tokens - settled for tokens, settled in zip(self.frontier.tokens, self.settled, strict=True))
 
     @property
+    def brought(self) -> tuple[bool, ...]:
+        """Whether each batch row has a real token in the open segment; all have where none is open."""
+        segment, seen = self.open_segment, self.frontier.seen_BF
+        if segment is None or seen is None:
+            return (True,) * self.batch_size
+        return tuple(seen[:, segment.start_column :].any(dim=1).tolist())
+
+    def ended(self, tokens: Sequence[int], brought: Sequence[bool]) -> tuple[int, ...]:
+        """Return `segment_tokens` after a segment that ends at so many tokens; who brought none did not take part."""
+        before = self.segment_tokens or (0,) * len(tokens)
+        return tuple(now if own else old for now, old, own in zip(tokens, before, brought, strict=True))
+
+    def scores_without(self, settled: Sequence[bool]) -> Tensor | None:
+        """Return the scores of undecided rows once a segment has settled the answers of some batch rows."""
+        scores = self.scores_LBSWX
+        if scores is None or all(settled):
+            return None
+        mask_B = torch.tensor(list(settled), device=scores.device)
+        return scores.masked_fill(mask_B.view(1, -1, 1, 1, 1), 0.0)
+
+    @property
     def buffers(self) -> tuple[DenseRows | RaggedRows, ...]:
         """The K/V buffers of all layers; none before the first publication."""
         return self.rows or tuple(layer.rows for layer in self.ragged)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..backends import attend_view, run_stock
+from ..backends import attend_view, refuse_unhandled, run_stock
 from ..contract import Phase, Transaction
 from ..errors import ConfigError, IntegrityError
 from ..evidence import CarriedEvidence
@@ -93,6 +93,7 @@ class Step(ABC):
                 f"Layer {step.layer} received a ready-made attention mask ({type(record).__name__}) together with a "
                 "policy cache. Pass a 2-D attention_mask; 4-D masks are tied to an uncompressed cache."
             )
+        refuse_unhandled(kwargs)
         try:
             self.transaction.enter(step.layer, Phase.ATTEND)
             self.scaling = float(kwargs["scaling"])

@@ -57,7 +57,10 @@ class GumbelSoftmax(CarriedEvidence):
         weights = block.without_pads(torch.softmax((block.logits_BSGTN + noise_BSGTN) / tau, dim=-1))
         if self.freezes_keys:
             # A new prompt chooses its keys afresh: marks of the one before must not outrank its scores.
-            state_BSNX[..., -1] *= (block.clock_BT > 0).any(dim=1).view(-1, 1, 1)
+            keeps_B = (block.clock_BT > 0).any(dim=1)
+            if block.real_BT is not None:
+                keeps_B = keeps_B | ~block.real_BT.any(dim=1)
+            state_BSNX[..., -1] *= keeps_B.view(-1, 1, 1)
         state_BSNX[..., 0] += reduce_group(weights, group).sum(dim=2)
         if self.normalize:
             state_BSNX[..., 1] += block.seen_counts_BSN

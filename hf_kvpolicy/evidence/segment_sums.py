@@ -41,7 +41,8 @@ class SegmentAttention:
         size = query_heads // heads
         votes_BHGN = torch.zeros((batch, heads, size, rows), dtype=torch.float32, device=seen.keys_BHND.device)
         keys_BHND = seen.keys_BHND.float()
-        width = max(1, _WORKSPACE_BYTES // (12 * batch * query_heads * rows))
+        # A batch row of pads alone holds no row.
+        width = max(1, _WORKSPACE_BYTES // max(1, 12 * batch * query_heads * rows))
         for start in range(0, queries, width):
             stop = min(queries, start + width)
             mask, covered = seen.visibility.block(start, stop)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny
+from helpers import forward, generate, prompt, small_options, tiny
 from torch import Tensor
 
 import hf_kvpolicy as kv
@@ -98,8 +98,26 @@ def test_an_unknown_backend_is_refused_by_name() -> None:
         kv.attach(tiny("llama"), "xformers")
 
 
+@pytest.mark.parametrize("name", kv.available_policies())
 @pytest.mark.parametrize("extra", ["softcap", "s_aux", "position_bias"])
-def test_attention_features_not_handled_over_a_view_are_refused(extra: str) -> None:
-    query, keys = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 5, 8)
-    with pytest.raises(kv.BackendAdmissionError, match=extra):
-        backends.attend_view("sdpa", torch.nn.Identity(), query, keys, keys, None, {"scaling": 1.0, extra: 30.0})
+def test_attention_features_that_are_not_handled_are_refused(name: str, extra: str) -> None:
+    """In a first prompt, a decode step and a later prompt: no kind of forward scores or attends as if they were not."""
+    model = tiny("llama")
+    options = {} if name == "full" else small_options(name)
+    cache, fresh = (kv.make_cache(name, model, **options) for _ in range(2))
+    generate(model, prompt(20), cache)
+    before, ran = cache.receipt, type(model.model.layers[1].self_attn).forward
+
+    def with_extra(*args: Any, **kwargs: Any) -> Any:
+        return ran(model.model.layers[1].self_attn, *args, **kwargs, **{extra: 30.0})
+
+    model.model.layers[1].self_attn.forward = with_extra
+    for held, length in ((fresh, 20), (cache, 1), (cache, 5)):
+        with pytest.raises(kv.BackendAdmissionError, match=f"{extra}.*own cache"):
+            forward(model, prompt(length), held)
+    cache.rollback()
+    assert cache.receipt == before
+    assert not fresh.is_initialized
+    del model.model.layers[1].self_attn.forward
+    forward(model, prompt(1), cache)
+    cache.check_integrity()

@@ -108,6 +108,7 @@ class Oracle:
         self._take(new)
         if self.schedule == "never":
             return
+        brought = [any(row) for row in new]
         if self.carries and self.hold and (length > 1 or not first):
             self._hold_if(length, first)
             return
@@ -118,7 +119,7 @@ class Oracle:
             if self.hold:
                 self._hold_if(length, first)
                 return
-        self._select()
+        self._select(brought)
 
     def _hold_if(self, length: int, first: int) -> None:
         opens = length > 1 or (self.by_family and not first)
@@ -133,13 +134,15 @@ class Oracle:
     def _selects(self) -> bool:
         return self.carries or (self.schedule == "end_of_prefill" and not (self.append and self.decided))
 
-    def _select(self) -> None:
+    def _select(self, brought: list[bool]) -> None:
+        """Cut every batch row to its budget but those without a token in what ends here."""
         if self.rows is None:
             if isinstance(self.budget, float):
                 self.rows = [max(self.minimum_rows, int(self.budget * n)) for n in self.tokens]
             else:
                 self.rows = [NO_LIMIT if self.budget is None else int(self.budget)] * len(self.mask)
-        kept = [self._kept(count, rows) for count, rows in zip(self.counts, self.rows, strict=True)]
+        each = zip(self.counts, self.rows, brought, strict=True)
+        kept = [self._kept(count, rows) if own else count for count, rows, own in each]
         if kept != self.counts and not self.by_family:
             self.evicted_at, self.drops = self.columns, True
         self.counts, self.is_open, self.decided = kept, False, True
@@ -151,7 +154,10 @@ class Oracle:
         if self.is_open:
             self.is_open = False
             if self._selects():
-                self._select()
+                self._select(self._brought())
+
+    def _brought(self) -> list[bool]:
+        return [any(row[self.open_start :]) for row in self.mask]
 
     def accept(self, rejected: int, *, by_crop: bool) -> None:
         waiting, self.waiting = self.waiting, None
@@ -162,12 +168,15 @@ class Oracle:
         is_prompt = (waiting.length - rejected > 1 or not first) and (waiting.is_first or not by_crop)
         if not is_prompt:
             self.finish()  # decode tokens end a held prompt
-        self._take([row[: len(row) - rejected] for row in waiting.new])
+        accepted = [row[: len(row) - rejected] for row in waiting.new]
+        brought = self._brought() if self.is_open else [False] * len(accepted)
+        self._take(accepted)
+        brought = [old or any(new) for old, new in zip(brought or [False] * len(accepted), accepted, strict=True)]
         if is_prompt and self._selects() and self.hold and not by_crop:
             if not self.is_open and (waiting.length > 1 or self.by_family):
                 self.is_open, self.open_start = True, first
         elif self.schedule in ("every_step", "when_full") or (is_prompt and self._selects()):
-            self._select()
+            self._select(brought)
 
     def can_crop(self, removed: int) -> bool:
         waiting = 0 if self.waiting is None else self.waiting.length

@@ -51,12 +51,15 @@ class PrunedOracle(Oracle):
         if first and len(new[0]) == 1:
             self._decode(counts)
         elif self.append and self.decided:
-            self._settle([[rows + count for rows in held] for held, count in zip(self.held, counts, strict=True)])
+            held = [[rows + count for rows in held] for held, count in zip(self.held, counts, strict=True)]
+            self._settle(held, counts)
         else:
             self._prune(counts, is_first=not first)
 
-    def _settle(self, held: list[list[int]]) -> None:
-        self.held, self.settled, self.scored = held, self.tokens, False
+    def _settle(self, held: list[list[int]], counts: list[int]) -> None:
+        """Settle the answers of those who brought a token."""
+        self.held, self.scored = held, self.scored and not all(counts)
+        self.settled = [now if n else old for now, old, n in zip(self.tokens, self.settled, counts, strict=True)]
 
     def _recent(self, rows: int) -> int:
         return min(rows, 1 + int(rows * self.options["recent_ratio"]))
@@ -70,6 +73,9 @@ class PrunedOracle(Oracle):
             self.rows = rows if isinstance(self.budget, float) else [int(self.budget)] * len(counts)
         pruned, drops = [], False
         for row, (held, new) in enumerate(zip(self.held, counts, strict=True)):
+            if not new:
+                pruned.append(held)
+                continue
             budget = None if self.rows is None else self.rows[row]
             recent = self._recent(new if budget is None else min(new, budget))
             if budget is not None and recent:
@@ -86,7 +92,7 @@ class PrunedOracle(Oracle):
                 left.append(recent + rows)
                 reach = min(reach, rows)
             pruned.append(left)
-        self._settle(pruned)
+        self._settle(pruned, counts)
         self.unknown, self.decided = not is_first, True
         self.evicted_at = self.columns if drops else self.evicted_at
 

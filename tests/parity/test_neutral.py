@@ -15,6 +15,7 @@ from helpers import (
     dynamic_cache,
     forward,
     generate,
+    greedy_loop,
     left_padded,
     neutral_cache,
     policies,
@@ -75,6 +76,20 @@ def same(name: str, pair: tuple[Any, Any], ids: Tensor, new: int = 6, options: A
 def test_one_prompt(name: str, pair: tuple[Any, Any]) -> None:
     cache = same(name, pair, prompt(19))
     assert cache.get_seq_length() == 19 + 5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_double_precision(name: str, family: str) -> None:
+    """The answer is as precise as the model, also where its tokens are attended and scored by one softmax.
+
+    On SDPA: transformers' eager function takes every softmax in fp32, and has no finite mask for pads in fp64.
+    """
+    model, twin = tiny(family).double(), tiny(family).double()
+    ids, mask = left_padded([prompt(n, seed=n) for n in LENGTHS])
+    found = greedy_loop(model, ids, neutral_cache(name, model, TOTAL), 12, mask)
+    expected = greedy_loop(twin, ids, dynamic_cache(twin), 12, mask)
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1], atol=1e-12, rtol=0)
 
 
 def test_prompt_of_one_token(name: str, pair: tuple[Any, Any]) -> None:

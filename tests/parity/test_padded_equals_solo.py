@@ -25,6 +25,7 @@ from helpers import (
 from torch import Tensor
 
 import hf_kvpolicy as kv
+from hf_kvpolicy.config import policy_options
 
 CASES = policy_units()
 # Longer than every budget; shorter than budget, sinks and window (1 token, 2 tokens); in between.
@@ -162,6 +163,58 @@ def test_a_turn_after_some_rows_finished(case: tuple[str, dict[str, Any]]) -> No
         if not drops_tokens(solo):  # else most positions have no logits; the rows below tell as much
             torch.testing.assert_close(logits[row, real], expected[0], atol=2e-5, rtol=1e-4)
         assert_row_equals(batched, row, solo)
+
+
+CHUNKED = [{}, {"on_append": "append"}, {"chunked_prefill": "hold"}]
+
+
+@pytest.mark.parametrize("change", CHUNKED, ids=["recompress", "append", "hold"])
+def test_a_turn_that_some_rows_sit_out(case: tuple[str, dict[str, Any]], change: dict[str, Any]) -> None:
+    """Who brings only pads to another row's prompt keeps what it holds, what it is scored by, and its clocks."""
+    model, name = tiny("llama"), case[0]
+    try:
+        make((name, {**case[1], **change}), model)
+    except (kv.ConfigError, kv.ManifestError):
+        pytest.skip("the policy has no such option")
+    case = (name, {**case[1], **change})
+    chunked = change.get("chunked_prefill") == "hold"
+    splits = [12, 12, *[1] * 6, 8, 7, *[1] * 8, 9, 1, 1] if chunked else [24, *[1] * 6, 15, *[1] * 8, 9, 1, 1]
+    ids, mask = prompt(sum(splits), seed=8, rows=3), torch.ones(3, sum(splits), dtype=torch.long)
+    mask[1, 30:45] = 0
+    mask[2, :14] = 0
+    mask[2, 24:26] = 0
+    mask[2, -11:-2] = 0
+    ids[mask == 0] = 0
+    batched = make(case, model)
+    logits = feed(model, batched, ids, mask, splits)
+    batched.check_integrity()
+    for row in range(3):
+        real = mask[row].bool()
+        pieces = [int(part.sum()) for part in mask[row].split(splits) if part.sum()]
+        solo = make(case, model)
+        alone = ids[row : row + 1, real]
+        expected = feed(model, solo, alone, torch.ones_like(alone), pieces)
+        torch.testing.assert_close(logits[row, -2:], expected[0, -2:], atol=2e-5, rtol=1e-4)
+        assert_row_equals(batched, row, solo)
+
+
+@pytest.mark.parametrize("change", [{}, {"evidence": "h2o"}, {"group": "max"}], ids=str)
+def test_a_row_of_pads_alone(case: tuple[str, dict[str, Any]], change: dict[str, Any]) -> None:
+    """Another row's prompt finds a row without any token; its own comes later."""
+    model, (name, options) = tiny("llama"), case
+    if set(change) - set(policy_options(name)):
+        pytest.skip("the policy has no such option")
+    case, splits = (name, {**options, **change}), [24, 1, 20, 1, 1]
+    ids, mask = prompt(sum(splits), seed=9, rows=2), torch.ones(2, sum(splits), dtype=torch.long)
+    mask[1, :25] = 0
+    ids[mask == 0] = 0
+    batched, solo = make(case, model), make(case, model)
+    logits = feed(model, batched, ids, mask, splits)
+    batched.check_integrity()
+    alone = ids[1:, 25:]
+    expected = feed(model, solo, alone, torch.ones_like(alone), splits[2:])
+    torch.testing.assert_close(logits[1, -2:], expected[0, -2:], atol=2e-5, rtol=1e-4)
+    assert_row_equals(batched, 1, solo)
 
 
 @pytest.mark.parametrize("ratio", [0.3, 1.0])

@@ -233,5 +233,5 @@ def test_another_kind_of_profile_is_refused(model: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("beta", [0.5, 0, float("inf"), float("nan"), True, "2"])
 def test_a_beta_that_pools_more_than_there_is_is_refused(model: Any, beta: Any) -> None:
-    with pytest.raises(kv.ConfigError, match="beta is at least 1"):
+    with pytest.raises(kv.ConfigError, match=r"beta is at least 1|beta=.* must be a finite number"):
         kv.HeadKVCache(model, **{**OPTIONS, "beta": beta, "profile": "uniform"})

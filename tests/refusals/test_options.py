@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,7 @@ def test_bad_budgets(name: str, budget: Any) -> None:
 
 
 @pytest.mark.parametrize("name", BUDGETED)
-@pytest.mark.parametrize("budget", [10**9, 1.0, "1GiB"])
+@pytest.mark.parametrize("budget", [10**9, 10**30, 1.0, "1GiB"])
 def test_budgets_above_everything_work(name: str, budget: Any) -> None:
     model, twin = tiny("llama"), tiny("llama")
     ids = prompt(30)
@@ -105,6 +106,40 @@ def test_unknown_values(case: tuple[str, dict[str, Any]]) -> None:
     name, options = case
     with pytest.raises(kv.ConfigError, match=f"{next(iter(options))}='nonsense' is unknown; allowed are"):
         make(name, tiny("llama").config, **options)
+
+
+WRONG_TYPES: dict[str, list[Any]] = {
+    "int": ["8", 8.0, float("nan"), None, True, [8]],
+    "float": ["0.5", float("nan"), float("inf"), None, True, [0.5]],
+    "bool": ["yes", 1, None],
+    "str": [1, True, None, ["head"]],
+    "Iterable[int] | None": [3, True, 0.5, "0-3"],
+}
+
+
+def _declared() -> list[tuple[str, str, str]]:
+    """Return (policy, option, annotation) of every option with a plain type."""
+    found = []
+    for name in kv.available_policies():
+        for parameter in inspect.signature(policy_class(name)).parameters.values():
+            plain = parameter.annotation.removesuffix(" | None") if parameter.annotation not in WRONG_TYPES else None
+            known = parameter.annotation if plain is None else plain
+            if known in WRONG_TYPES:
+                found.append((name, parameter.name, parameter.annotation))
+    return found
+
+
+@pytest.mark.parametrize("case", _declared(), ids="-".join)
+def test_options_of_a_wrong_type(case: tuple[str, str, str]) -> None:
+    """A YAML file may hold 16.0 for 16: nothing is computed with it, neither here nor in the middle of a forward."""
+    name, option, annotation = case
+    wrong = WRONG_TYPES.get(annotation) or WRONG_TYPES[annotation.removesuffix(" | None")]
+    for value in wrong:
+        if value is None and annotation.endswith("| None"):
+            continue
+        options = {**({} if name == "full" else small_options(name)), option: value}
+        with pytest.raises(kv.ConfigError, match=rf"{option}=.*must be .*, but is a {type(value).__name__}\.$"):
+            policy_class(name)(tiny("llama").config, **options)
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("change", [{"unit": "head"}, {"unit": "token"}, {"chunked_prefill": "hold"}])
     def test_contracts_that_cannot_exist(self, change: dict[str, Any]) -> None:
-        with pytest.raises(kv.ManifestError):
+        with pytest.raises(kv.ManifestError, match=r"Use unit='layer'\.$|use chunked_prefill='bounded'"):
             kv.PyramidInferCache(llama(2).config, **change)
 
     @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ class RaggedAppendStep(RaggedForward, AppendStep):
         return keys_BHTD, values_BHTD
 
     def _states_after(self) -> Tensor | None:
-        """Return no scores: a segment that is appended settles the answer before it."""
-        return None
+        """Return the scores of answers that go on: a segment that is appended settles the answer before it."""
+        return self.snapshot.scores_without(self.inputs.brought)
 
     def placed(self) -> dict[str, Any]:
         """Return where rows lie now."""

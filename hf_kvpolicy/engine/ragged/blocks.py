@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...allocation import BlockDecay
-from ...backends import refuse_unhandled
 from ...contract import Transaction
 from ...evidence import RecentAttention, reduce_group
 from ...frame import LayerStep
@@ -79,7 +78,6 @@ class BlockDecodeStep(SharedSets, RaggedAppendStep):
         self, backend: str, module: torch.nn.Module, query: Tensor, step: LayerStep, record: MaskRecord, kwargs: Any
     ) -> Tensor:
         """Attend over every owner's own rows; output and evidence share one softmax. [B, 1, Q, D]."""
-        refuse_unhandled(kwargs)
         base = self.base(step.layer)
         view = self.buffers[step.layer].view(base, self.tail_after.width)
         output, parts = attend_one(query, view, self._masks(record).masks(base), kwargs["scaling"])

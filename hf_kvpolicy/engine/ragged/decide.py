@@ -51,6 +51,7 @@ class RaggedDecider(OwnerDecider):
         candidates_LO: Sequence[Sequence[int]],
         budget_rows: Sequence[int],
         newest_tokens: Sequence[int],
+        brought: Sequence[bool],
     ) -> None:
         """Open a selection.
 
@@ -58,14 +59,17 @@ class RaggedDecider(OwnerDecider):
             candidates_LO: rows of each layer's owners that could stay.
             budget_rows: rows each owner may keep in the mean, for each batch row.
             newest_tokens: real tokens of each batch row.
+            brought: whether each batch row has a token in what ends here; one without keeps what it holds.
         """
         self._policy, self._geometry, self._transaction = composition, geometry, transaction
-        self._heads, self._newest = composition.stored_heads(geometry), newest_tokens
+        self._heads, self._newest, self._brought = composition.stored_heads(geometry), newest_tokens, brought
         self._demands = [
             self._demand(row, mean, [layer[row * self._heads : (row + 1) * self._heads] for layer in candidates_LO])
             for row, mean in enumerate(budget_rows)
         ]
-        self._drops_rows = any(d.total_rows < sum(map(sum, d.caps_LS)) for d in self._demands)
+        self._drops_rows = any(
+            own and d.total_rows < sum(map(sum, d.caps_LS)) for d, own in zip(self._demands, brought, strict=True)
+        )
         allocation = composition.allocation
         self._waits = self.drops_rows and allocation.measures_layers
         # Open rows per batch row, layer and head; unknown until all layers were measured.
@@ -217,6 +221,9 @@ class RaggedDecider(OwnerDecider):
         chosen: list[Tensor | None] = []
         for row, demand in enumerate(self._demands):
             owners = range(row * self._heads, (row + 1) * self._heads)
+            if not self._brought[row]:
+                chosen += [None] * self._heads
+                continue
             open_rows = list(self._open_BLS[row][layer])
             protected = [self._protected(scored.maps[o].tokens_BMW, demand) for o in owners]
             if self._policy.allocation.splits_by_score:

@@ -26,7 +26,7 @@ def decide_appended_ragged(
     runtime: Runtime, snapshot: Snapshot, transaction: Transaction, budget_rows: tuple[int, ...], *, ends_prompt: bool
 ) -> Snapshot:
     """Return the successor of a snapshot whose rows now compete; see `engine.deferred.decide_appended`."""
-    layers, heads = runtime.geometry.num_layers, snapshot.ragged[0].map.heads
+    layers, heads, brought = runtime.geometry.num_layers, snapshot.ragged[0].map.heads, snapshot.brought
     tail = LiveTail(RowMap.empty(snapshot.batch_size, snapshot.device) if snapshot.tail is None else snapshot.tail)
     decider = open_decider(
         runtime,
@@ -35,6 +35,7 @@ def decide_appended_ragged(
         frontier=snapshot.frontier,
         candidates_LO=[list(chain(*snapshot.owner_rows(layer, heads))) for layer in range(layers)],
         budget_rows=budget_rows,
+        brought=brought,
         ends_prompt=ends_prompt,
     )
     segment, wanted = snapshot.open_segment, runtime.composition.evidence.window_queries
@@ -61,7 +62,7 @@ def decide_appended_ragged(
         tail=None,
         tail_counts=(0,) * snapshot.batch_size,
         budget_rows=budget_rows,
-        segment_tokens=snapshot.frontier.tokens if ends_prompt else snapshot.segment_tokens,
+        segment_tokens=snapshot.ended(snapshot.frontier.tokens, brought) if ends_prompt else snapshot.segment_tokens,
         open_segment=None,
         decision_epoch=snapshot.decision_epoch + 1,
         evicted_at_column=snapshot.frontier.columns if decider.drops_rows else snapshot.evicted_at_column,

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backends import refuse_unhandled
 from ...frame import LayerStep
 from ...masks import MaskRecord
 from ...ragged_attention import admit_ragged, attend_ragged
@@ -109,7 +108,6 @@ class RaggedForward(Step):
         self, backend: str, module: torch.nn.Module, query: Tensor, step: LayerStep, record: MaskRecord, kwargs: Any
     ) -> Tensor:
         """Attend over every owner's own rows. [B, T, Q, D]."""
-        refuse_unhandled(kwargs)
         base = self.base(step.layer)
         view = self.buffers[step.layer].view(base, self.tail_after.width)
         masks = self._masks(record).masks(base)

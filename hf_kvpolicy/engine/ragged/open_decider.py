@@ -25,6 +25,7 @@ def open_decider(
     frontier: Frontier,
     candidates_LO: Sequence[Sequence[int]],
     budget_rows: Sequence[int],
+    brought: Sequence[bool],
     ends_prompt: bool,
 ) -> OwnerDecider:
     """Open a selection by budgets, or by families.
@@ -34,6 +35,7 @@ def open_decider(
         frontier: how far each batch row has come, candidates included.
         candidates_LO: rows of each layer's owners that could stay.
         budget_rows: rows each owner may keep, for each batch row.
+        brought: whether each batch row has a token in what ends here; one without keeps what it holds.
         ends_prompt: the selection closes a prompt segment (and not a decode step).
     """
     policy, geometry = runtime.composition, runtime.geometry
@@ -45,6 +47,7 @@ def open_decider(
             candidates_LO=candidates_LO,
             budget_rows=budget_rows,
             newest_tokens=frontier.tokens,
+            brought=brought,
         )
     return FamilyDecider(
         policy,

@@ -59,11 +59,15 @@ def plan_pruning(runtime: Runtime, inputs: ForwardInputs, budget: tuple[int, ...
             # Protected rows are inside the budget, and older than recent ones.
             recent = max(1, min(recent, budget[row] - len(policy.pinned_tokens)))
         held_L = [snapshot.owner_rows(layer, heads)[row][0] if snapshot.buffers else 0 for layer in range(layers)]
-        kept_L = policy.pruning.kept_rows(
-            held_L,
-            new - recent,
-            pinned=sum(token < newest - recent for token in policy.pinned_tokens),
-            mean_rows=None if budget is None else budget[row] - recent,
+        kept_L = (
+            tuple(held_L)
+            if not new
+            else policy.pruning.kept_rows(
+                held_L,
+                new - recent,
+                pinned=sum(token < newest - recent for token in policy.pinned_tokens),
+                mean_rows=None if budget is None else budget[row] - recent,
+            )
         )
         drops = drops or sum(kept_L) < sum(held_L) + layers * (new - recent)
         recents.append(recent)
@@ -132,7 +136,8 @@ class PruningStep(SharedSets, RaggedSelection):
     def successor(self) -> Snapshot:
         """Return the snapshot in which every layer holds what was chosen for it."""
         check_finite(self._finite)
-        return self.selected(self.packed_in_order(), drops_rows=self._plan.drops_rows, scores_LBSWX=None)
+        scores = self.snapshot.scores_without(self.inputs.brought)
+        return self.selected(self.packed_in_order(), drops_rows=self._plan.drops_rows, scores_LBSWX=scores)
 
     # -- attention ----------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ class RaggedSegmentStep(RaggedSelection):
             frontier=inputs.frontier_after,
             candidates_LO=self.candidates_LO,
             budget_rows=budget,
+            brought=inputs.brought,
             ends_prompt=inputs.length > 1 or not snapshot.frontier.columns,
         )
         wanted = runtime.composition.evidence.window_queries if self.decider.observes else 0

@@ -41,7 +41,7 @@ class RaggedSelection(RaggedForward):
             tail=None,
             tail_counts=(0,) * self.inputs.batch,
             budget_rows=self.budget_rows,
-            segment_tokens=frontier.tokens,
+            segment_tokens=self.snapshot.ended(frontier.tokens, self.inputs.brought),
             open_segment=None,
             last_was_segment=self.inputs.length > 1,
             decision_epoch=self.snapshot.decision_epoch + 1,
