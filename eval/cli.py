@@ -60,22 +60,23 @@ def run(
 @app.command()
 def report(
     source: Annotated[Path, typer.Argument(help="Folder that `run` wrote, or file that `pack` wrote.")],
-    out: Annotated[Path | None, typer.Option(help="Existing folder for report.md, .html, .csv and .png.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for report.md, .html, .csv and .png.")] = None,
 ) -> None:
     """Print the tables of a run and write report.md, .html, .csv and .png beside it; of a file only with --out."""
     with errors_as_exit_codes():
         # Before any import: a wrong path matters more than a package that is not installed.
-        for folder in (source, out):
-            if folder is not None and not folder.exists():
-                raise ConfigError(
-                    f"There is no folder {str(folder)!r}. Give the folder that `kvpolicy eval run` wrote, or a file "
-                    "that `kvpolicy eval pack` wrote."
-                )
+        if not source.exists():
+            raise ConfigError(
+                f"There is no folder {str(source)!r}. Give the folder that `kvpolicy eval run` wrote, or a file that "
+                "`kvpolicy eval pack` wrote."
+            )
         from .report import FILES, write_report
         from .results import open_run, summaries_of
         from .terminal import print_tables
 
         opened, into = open_run(source), source if out is None and source.is_dir() else out
+        if into is not None:
+            into.mkdir(parents=True, exist_ok=True)
         print_tables(summaries_of(opened) if into is None else write_report(opened, into))
         if into is not None:
             typer.echo("written: " + ", ".join(str(into / name) for name in FILES))

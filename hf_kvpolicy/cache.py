@@ -47,7 +47,9 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Refuse options of the wrong type before a policy's constructor computes with them."""
-        check_options(cls, options)
+        # Copying and unpickling make an object without calling its constructor.
+        if args or options:
+            check_options(cls, options)
         made: Self = super().__new__(cls)
         return made
 

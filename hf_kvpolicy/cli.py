@@ -78,10 +78,12 @@ def generate(
         from transformers import TextStreamer
 
         from .compat import cache_argument
-        from .config import make_cache, with_tokenizer
+        from .config import load_policy, make_cache, with_tokenizer
         from .eval.model_loading import load_for_command
 
         _check_policy(policy)
+        # A wrong option or a missing budget is told before a model is loaded.
+        load_policy({"policy": policy, **_options(set_), **({} if budget is None else {"budget": _value(budget)})})
         loaded = load_for_command(model, dtype, device)
         tokenizer = loaded.tokenizer
         options = with_tokenizer(policy, _options(set_), tokenizer)

@@ -117,17 +117,34 @@ def policy_class(name: str) -> type:
 
 
 def check_options(cls: type, options: Mapping[str, Any]) -> None:
-    """Refuse options that are not of the type a policy's constructor declares, before it computes with them.
+    """Refuse options that a policy's constructor does not have, lacks, or declares of another type.
 
     Raises:
         ConfigError: of the first such option. Types that are not plain (budgets, profiles) are left to the policy.
     """
+    _check_names(cls, options)
     declared = _declared_types(cls)
     for name, value in options.items():
         types = declared.get(name, ())
         if types and not any(_TYPES[word][1](value) for word in types):
             wanted = " or ".join(_TYPES[word][0] for word in types)
             raise ConfigError(f"{cls.__name__}: {name}={value!r} must be {wanted}, but is a {type(value).__name__}.")
+
+
+def _check_names(cls: type, options: Mapping[str, Any]) -> None:
+    parameters = inspect.signature(cls).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    named = [name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
+    for name in options:
+        if name not in parameters:
+            raise ConfigError(
+                f"{cls.__name__} has no option {name!r}; it has {', '.join(named) or 'none'}."
+                f"{did_you_mean(name, named)}"
+            )
+    missing = [name for name in named if parameters[name].default is inspect.Parameter.empty and name not in options]
+    if missing:
+        raise ConfigError(f"{cls.__name__} needs {', '.join(missing)} by keyword; give for example budget=1024.")
 
 
 def _is_whole(value: Any) -> bool:

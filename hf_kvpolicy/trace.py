@@ -35,6 +35,8 @@ class Trace:
     heads: tuple[tuple[TraceRow, ...], ...]
     # Rows of every layer and head after the prompt, [L][S].
     owner_rows: tuple[tuple[int, ...], ...]
+    # What the policy was given: a drawing is smaller than the defaults are made for.
+    options: Mapping[str, Any]
 
 
 def headline(policy: str) -> str:
@@ -46,8 +48,9 @@ def headline(policy: str) -> str:
 def paper(policy: str) -> str:
     """Return the identifier of the paper that a policy file cites first, such as 'arXiv 2404.14469', or ''."""
     document = inspect.getdoc(inspect.getmodule(policy_class(policy))) or ""
-    cited = re.search(r"arXiv \d{4}\.\d{4,5}", document)
-    return cited[0] if cited else ""
+    # A docstring may break the line within it.
+    cited = re.search(r"arXiv\s+(\d{4}\.\d{4,5})", document)
+    return f"arXiv {cited[1]}" if cited else ""
 
 
 def describe(policy: str) -> str:
@@ -90,13 +93,14 @@ def trace(
                 owner_rows = tuple(tuple(cache.stored_rows(i)[0].tolist()) for i in range(cache.num_layers))
             for head, tokens in enumerate(cache.positions(layer)[: len(rows)]):
                 rows[head].append(TraceRow(tokens=cache.get_seq_length(), positions=tuple(tokens.tolist())))
-    return Trace(heads=tuple(tuple(head) for head in rows), owner_rows=owner_rows)
+    return Trace(heads=tuple(tuple(head) for head in rows), owner_rows=owner_rows, options=given)
 
 
 def draw(run: Trace) -> str:
     """Draw a trace as text: a line a step, a column a token position, one block per KV head; then all owners' rows."""
     total = run.heads[0][-1].tokens
-    lines = []
+    given = ", ".join(f"{name}={value!r}" for name, value in sorted(run.options.items()))
+    lines = [f"\ndrawn with {given}" if given else "\ndrawn with the defaults"]
     for title, rows in blocks(run):
         lines.append(f"\n{title}; {_KEPT} kept")
         for row in rows:

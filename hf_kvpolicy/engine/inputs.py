@@ -217,7 +217,8 @@ def _position_offsets(
             raise ConfigError(
                 f"Batch row {row} continues at position {starts[row]}, but its next position is "
                 f"{tokens[row] + (known[row] or 0)}: tokens would be fed again or skipped. Continue with only the new "
-                "tokens; for a new prompt call cache.reset() or make a new cache."
+                "tokens; for a new prompt call cache.reset() or make a new cache. Pad prompts of unequal length on the "
+                'left: tokenizer.padding_side = "left".'
             )
         offsets.append(offset)
     return tuple(offsets)

@@ -112,8 +112,8 @@ def _block_step(runtime: Runtime, inputs: ForwardInputs) -> Step:
 def _refuse_recording(policy: str) -> None:
     raise ConfigError(
         f"{policy} chooses among the tokens of an answer as they come, but past recording (assisted decoding, prompt "
-        "lookup) feeds tokens that wait for acceptance. Decode without it; or make the cache with decode_block=None, "
-        "whose answers are only appended; or use a policy that compresses at the end of a prompt, such as snapkv."
+        "lookup) feeds tokens that wait for acceptance. Decode without it, or use a policy that compresses at the end "
+        "of a prompt, such as snapkv."
     )
 
 
@@ -171,7 +171,8 @@ def _warn_consecutive(runtime: Runtime, inputs: ForwardInputs) -> None:
         held = "" if policy.pruning is not None else "'hold' (one selection at the end) or "
         warnings.warn(
             f"{policy.policy}: two prompt segments follow one another without a decode step; each is compressed on "
-            f"its own. If this is one prompt fed in chunks, make the cache with chunked_prefill={held}'bounded' (each "
-            "chunk is compressed on its own, and the budget holds after it).",
+            "its own, as a new turn or a question after a text should be. If this is one prompt fed in chunks, make "
+            f"the cache with chunked_prefill={held}'bounded' (each chunk is compressed on its own, and the budget "
+            "holds after it).",
             stacklevel=2,
         )

@@ -100,7 +100,7 @@ def test_a_picture_without_matplotlib_names_the_extra(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("model", ["no/such/folder", "nobody/no-such-model"])
 def test_a_model_that_cannot_be_loaded_is_one_line(model: str) -> None:
-    result = RUN.invoke(app, ["generate", "--prompt", "a", "--model", model])
+    result = RUN.invoke(app, ["generate", "--budget", "16", "--prompt", "a", "--model", model])
     assert result.exit_code == 2
     (line,) = [line for line in result.output.splitlines() if line.startswith("error:")]
     for words in (model, "--model", "scripts/fetch_model"):
@@ -145,3 +145,22 @@ def test_the_installed_command_has_all_verbs() -> None:
     )
     for verb in ("list", "show", "generate", "calibrate", "eval"):
         assert verb in done.stdout
+
+
+def test_every_policy_with_a_paper_is_listed_with_it() -> None:
+    lines = RUN.invoke(app, ["list"]).output.splitlines()
+    found = {line.split()[0]: line for line in lines if line and not line.startswith("model families")}
+    for name, number in (("adakv", "2407.11550"), ("zigzagkv", "2412.09036"), ("snapkv", "2404.14469")):
+        assert f"arXiv {number}" in found[name]
+
+
+def test_show_says_what_it_drew_with() -> None:
+    text = RUN.invoke(app, ["show", "adakv"]).output
+    assert "window = 32" in text, "the default"
+    assert "drawn with budget=12, window=4" in text
+
+
+def test_a_missing_budget_is_told_before_a_model_is_loaded() -> None:
+    result = RUN.invoke(app, ["generate", "--prompt", "x", "--model", "nobody/no-such-model"])
+    assert result.exit_code == 2
+    assert "needs budget" in result.output

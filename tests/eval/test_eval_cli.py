@@ -65,6 +65,8 @@ def test_run_then_resume_then_report(sweep: Path, model_folder: Path, tmp_path: 
 
     code, text = invoke("report", out)
     assert code == 0, text
+    assert invoke("report", out, "--out", tmp_path / "made" / "here")[0] == 0
+    assert (tmp_path / "made" / "here" / "report.html").is_file()
     assert "snapkv(unit=layer,window=8) @ 0.5" in (out / "report.md").read_text()
 
 

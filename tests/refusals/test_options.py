@@ -216,3 +216,17 @@ def test_attach_twice_and_detach_twice(name: str) -> None:
 
 def test_cases_are_named() -> None:
     assert case_id(("snapkv", {"unit": "layer"})) == "snapkv-layer"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_options_are_checked_by_the_class_as_well(name: str) -> None:
+    cls = policy_class(name)
+    with pytest.raises(kv.ConfigError, match=f"{cls.__name__} has no option 'windw'"):
+        cls(tiny().config, windw=16)
+
+
+def test_a_missing_budget_is_a_sentence_and_a_close_name_is_suggested() -> None:
+    with pytest.raises(kv.ConfigError, match="SnapKVCache needs budget by keyword; give for example budget=1024"):
+        kv.SnapKVCache(tiny().config)
+    with pytest.raises(kv.ConfigError, match="Did you mean 'window'"):
+        kv.AdaKVCache(tiny().config, budget=64, windw=16)

@@ -206,7 +206,7 @@ class TestTakingBack:
         answer = Answer(llama(), (5,), **OPTIONS)
         answer.cache.activate_past_recording()
         for length in (1, 3):
-            with pytest.raises(kv.ConfigError, match="decode_block=None"):
+            with pytest.raises(kv.ConfigError, match="Decode without it"):
                 answer.model(tokens(length), **{cache_argument(): answer.cache})
         answer.cache.set_recording(False)
         answer.decode(10)
