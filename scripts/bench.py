@@ -17,7 +17,7 @@ from bench_lib.answer import answer_measures
 from bench_lib.curve import curve_measures
 from bench_lib.device import DeviceBench
 from bench_lib.memory import byte_measures, child_report, peak_measures
-from bench_lib.models import POLICIES, stock_twin
+from bench_lib.models import EVERY_POLICY, POLICIES, stock_twin
 from bench_lib.ragged import ragged_measures
 from bench_lib.report import Measure, environment, print_report, write_json
 from bench_lib.shapes import SHAPES, random_model
@@ -40,6 +40,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--rows", type=int, nargs="+", default=[128, 512], help="rows the policies hold")
     parser.add_argument("--rounds", type=int, help="interleaved rounds of a decode measure (default: 30)")
+    parser.add_argument(
+        "--policies", nargs="+", choices=EVERY_POLICY, default=list(EVERY_POLICY), help="of decode and prefill"
+    )
     parser.add_argument("--prefill-rounds", type=int, default=5)
     parser.add_argument("--curve-steps", type=int, default=2000, help="decode steps of the time curve, tiny model")
     parser.add_argument("--quick", action="store_true", help="batch 1, context 1024, 128 rows, few rounds")
@@ -83,11 +86,11 @@ def timed_parts(arguments: argparse.Namespace, model: Any, stock: Any, filler: l
         # Batch 1 at the longest context: larger batches take minutes a round and compare the same work.
         case = Case(1, max(arguments.contexts), max(arguments.rows))
         note(f"prefill: {case}, {arguments.prefill_rounds} rounds")
-        yield from prefill_measures(model, stock, filler, case, arguments.prefill_rounds)
+        yield from prefill_measures(model, stock, filler, case, arguments.prefill_rounds, arguments.policies)
     if "decode" in arguments.parts:
         for number, case in enumerate(cases, start=1):
             note(f"decode {number}/{len(cases)}: {case}, {arguments.rounds} rounds")
-            yield from decode_measures(model, stock, filler, case, arguments.rounds)
+            yield from decode_measures(model, stock, filler, case, arguments.rounds, arguments.policies)
     if "unbudgeted" in arguments.parts:
         for batch in arguments.batches:
             for context in arguments.contexts:

@@ -20,6 +20,7 @@ POLICIES = (*DENSE, *RAGGED)
 UNBUDGETED = ("fastgen",)
 # Policies that drop tokens while a prompt runs; they are timed on prompts only, with the schedule they have by default.
 PRUNING_POLICIES = ("pyramidinfer",)
+EVERY_POLICY = (*POLICIES, *UNBUDGETED, *PRUNING_POLICIES)
 
 
 def stock_twin(model: Any) -> Any:

@@ -9,13 +9,23 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .models import POLICIES, PRUNING_POLICIES, RAGGED, UNBUDGETED, batch_ids, forward, new_cache, stored_rows
+from .models import (
+    EVERY_POLICY,
+    POLICIES,
+    PRUNING_POLICIES,
+    RAGGED,
+    UNBUDGETED,
+    batch_ids,
+    forward,
+    new_cache,
+    stored_rows,
+)
 from .report import Measure
 
 # Decode that takes evidence from every step does more work than decode that does not.
@@ -112,8 +122,13 @@ def _policy_contender(policy: str, model: Any, ids: torch.Tensor, case: Case) ->
     return Contender(policy, prepare), grows
 
 
-def decode_measures(model: Any, stock: Any, filler: list[int], case: Case, rounds: int) -> Iterator[Measure]:
+def decode_measures(
+    model: Any, stock: Any, filler: list[int], case: Case, rounds: int, chosen: Container[str] = POLICIES
+) -> Iterator[Measure]:
     """ms/token of each policy that holds `rows` rows over transformers' own cache that holds as many."""
+    # Ragged rows are compared with snapkv's.
+    against = {"snapkv"} if any(policy in chosen for policy in RAGGED) else set()
+    policies = [policy for policy in POLICIES if policy in chosen or policy in against]
     ids = batch_ids(filler, case.batch, case.context, model.device)
     # A cache that does not grow is compared with one whose mean length over a block is the same.
     contenders = [
@@ -121,17 +136,17 @@ def decode_measures(model: Any, stock: Any, filler: list[int], case: Case, round
         _stock_contender("stock, growing", stock, ids, case.rows),
     ]
     baseline: dict[str, str] = {}
-    for policy in POLICIES:
+    for policy in policies:
         contender, grows = _policy_contender(policy, model, ids, case)
         contenders.append(contender)
         baseline[policy] = contenders[1 if grows else 0].name
     seconds = interleaved(contenders, rounds)
-    for policy in POLICIES:
+    for policy in policies:
         value, details = _ratio(seconds[policy], seconds[baseline[policy]], 1e3 / BLOCK_TOKENS)
         name = f"{policy}, {case.rows} rows, context {case.context}, batch {case.batch}"
         target = None if policy in RAGGED else DECODE_TARGETS.get(policy, DECODE_TARGET)
         yield Measure("decode ms/token", name, value, "<=", target, details)
-    for policy in RAGGED:
+    for policy in filter(policies.__contains__, RAGGED):
         value, details = _ratio(seconds[policy], seconds["snapkv"], 1e3 / BLOCK_TOKENS)
         name = f"{policy}, {case.rows} rows in the mean, context {case.context}, batch {case.batch}"
         target = RAGGED_TARGETS.get(case.batch)
@@ -154,7 +169,9 @@ def unbudgeted_measures(model: Any, filler: list[int], batch: int, context: int,
         yield Measure("decode ms/token over snapkv", name, value, "<=", RAGGED_TARGETS.get(batch), details)
 
 
-def prefill_measures(model: Any, stock: Any, filler: list[int], case: Case, rounds: int) -> Iterator[Measure]:
+def prefill_measures(
+    model: Any, stock: Any, filler: list[int], case: Case, rounds: int, chosen: Container[str] = EVERY_POLICY
+) -> Iterator[Measure]:
     """Prefill time of each policy over transformers' own cache."""
     ids = batch_ids(filler, case.batch, case.context, model.device)
 
@@ -167,7 +184,7 @@ def prefill_measures(model: Any, stock: Any, filler: list[int], case: Case, roun
 
         return Contender(policy or "stock", prepare)
 
-    policies = (*POLICIES, *UNBUDGETED, *PRUNING_POLICIES)
+    policies = [policy for policy in EVERY_POLICY if policy in chosen]
     seconds = interleaved([contender(policy) for policy in (None, *policies)], rounds)
     for policy in policies:
         value, details = _ratio(seconds[policy], seconds["stock"], 1e3)

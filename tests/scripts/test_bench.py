@@ -13,7 +13,7 @@ from bench_lib.curve import CONTROL, curve_measures, tenths
 from bench_lib.memory import dynamic_cache_bytes, formula_bytes
 from bench_lib.models import POLICIES, RAGGED, stock_twin
 from bench_lib.report import Measure, print_report, write_json
-from bench_lib.timing import Contender, _ratio, interleaved
+from bench_lib.timing import Case, Contender, _ratio, decode_measures, interleaved, prefill_measures
 from bench_lib.transient import evidence_transient_bytes, tracked_peak_bytes
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -173,3 +173,17 @@ def test_report_is_written_with_its_raw_values(tmp_path: Path, capsys: pytest.Ca
     written = json.loads((tmp_path / "new" / "run.json").read_text(encoding="utf-8"))
     assert [row["met"] for row in written["measures"]] == [True, False]
     assert written["measures"][0]["details"]["ratios"] == [1.0, 1.02]
+
+
+def test_chosen_policies_are_timed_beside_snapkv(model: LlamaForCausalLM) -> None:
+    filler = torch.randint(1, model.config.vocab_size, (64,)).tolist()
+    with torch.inference_mode():
+        stock = stock_twin(model)
+        found = list(decode_measures(model, stock, filler, Case(batch=1, context=48, rows=40), 1, ["adakv"]))
+        assert [(measure.group, measure.name.split(",")[0]) for measure in found] == [
+            ("decode ms/token", "snapkv"),
+            ("decode ms/token", "adakv"),
+            ("decode ms/token over snapkv", "adakv"),
+        ]
+        prefill = list(prefill_measures(model, stock, filler, Case(batch=1, context=48, rows=40), 1, ["h2o"]))
+    assert [measure.name.split(",")[0] for measure in prefill] == ["h2o"]
