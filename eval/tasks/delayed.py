@@ -152,7 +152,7 @@ def _make(
         raise ConfigError(f"distances of task {name!r} must be a list of whole numbers from 0; got {distances!r}.")
     if max(grid) == 0:
         raise ConfigError(f"distances of task {name!r} are all 0, which delays nothing. Give a larger one beside it.")
-    return kind(name=name, prose=prose, distances=tuple(grid))  # type: ignore[abstract]
+    return kind(name=name, prose=prose, distances=tuple(grid))
 
 
 ENTRIES: Mapping[str, TaskEntry] = {
