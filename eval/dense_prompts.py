@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -39,10 +38,9 @@ class DensePrompts:
         if not (self._share and can_replay(cache)):
             return generation.prefill(self._model, segments, cache)
         captured, dense_s = self._dense(segments[0])
-        started = time.perf_counter()
+        started = generation.now(self._model)
         replay_prompt(cache, self._model, captured)
-        _synchronize(self._model)
-        replay_s = time.perf_counter() - started
+        replay_s = generation.now(self._model) - started
         rest = generation.prefill(self._model, segments[1:], cache, next_logits=captured.next_logits_BV[0])
         return Prefilled(
             cache=cache,
@@ -70,13 +68,7 @@ class DensePrompts:
 
     def _dense(self, token_ids: tuple[int, ...]) -> tuple[CapturedPrompt, float]:
         if token_ids not in self._captured:
-            started = time.perf_counter()
+            started = generation.now(self._model)
             captured = capture_prompt(self._model, torch.tensor([token_ids], device=self._model.device))
-            _synchronize(self._model)
-            self._captured[token_ids] = captured, time.perf_counter() - started
+            self._captured[token_ids] = captured, generation.now(self._model) - started
         return self._captured[token_ids]
-
-
-def _synchronize(model: Any) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)

@@ -26,6 +26,7 @@ __all__ = [
     "end_of_text_ids",
     "fork",
     "greedy_decode",
+    "now",
     "prefill",
     "score_answer",
 ]
@@ -77,7 +78,7 @@ def prefill(
 
     `next_logits` [V] follow what the cache holds already, for a prompt that has no segment left.
     """
-    started, logits = _now(model), next_logits
+    started, logits = now(model), next_logits
     with warnings.catch_warnings():
         # Here it is no mistake: a cache is to select before it has seen the question.
         warnings.filterwarnings("ignore", message=".*two prompt segments follow one another")
@@ -86,7 +87,7 @@ def prefill(
     assert logits is not None, "a prompt has a segment"
     if hasattr(cache, "finish_prefill"):
         cache.finish_prefill()  # a cache that waits for more chunks is told that there are none
-    return Prefilled(cache=cache, next_logits=logits, seconds=_now(model) - started)
+    return Prefilled(cache=cache, next_logits=logits, seconds=now(model) - started)
 
 
 @torch.no_grad()
@@ -110,7 +111,7 @@ def greedy_decode(
         is_complete: asked after each token whether the answer ends with it, such as by a stop string.
     """
     tokens: list[int] = []
-    logits, forwards, started = prefilled.next_logits, 0, _now(model)
+    logits, forwards, started = prefilled.next_logits, 0, now(model)
     reason = "length"
     while True:
         if len(tokens) < min_new_tokens:
@@ -127,7 +128,7 @@ def greedy_decode(
             break
         logits = _forward(model, [token], prefilled.cache)
         forwards += 1
-    elapsed_ms = 1000.0 * (_now(model) - started)
+    elapsed_ms = 1000.0 * (now(model) - started)
     return Generated(
         token_ids=tuple(tokens),
         finish_reason=reason,
@@ -142,10 +143,10 @@ def score_answer(model: Any, prefilled: Prefilled, answer_ids: Sequence[int]) ->
 
     Feeding it at once would be a prompt segment to a policy, which then selects differently from decoding.
     """
-    started = _now(model)
+    started = now(model)
     followed = [prefilled.next_logits]
     followed += [_forward(model, [token], prefilled.cache) for token in answer_ids[:-1]]
-    elapsed_ms, forwards = 1000.0 * (_now(model) - started), len(answer_ids) - 1
+    elapsed_ms, forwards = 1000.0 * (now(model) - started), len(answer_ids) - 1
     log_probs_TV = torch.log_softmax(torch.stack(followed).float(), dim=-1)
     gold_T = torch.tensor(list(answer_ids), device=log_probs_TV.device)
     return AnswerScore(
@@ -182,7 +183,8 @@ def _forward(model: Any, token_ids: Sequence[int], cache: Any) -> torch.Tensor:
     return logits[0, -1]
 
 
-def _now(model: Any) -> float:
+def now(model: Any) -> float:
+    """Seconds of a clock that has waited for what the model's device still runs."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     return time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -135,6 +136,12 @@ class SweepWorker:
             return outcome
         example = opened.examples[number]
         dense = DensePrompts(self.loaded.model, share=self.config.share_prefill)
+
+        @functools.cache
+        def encode(query_aware: bool) -> EncodedPrompt:
+            # Every cell asks for it; a long text is tokenised once.
+            return self.encoder.encode(example, query_aware=query_aware)
+
         for entry in opened.planned:
             row_key = sha256_of([entry.key, example.example_id])[:16]
             if row_key in self.done:
@@ -142,7 +149,7 @@ class SweepWorker:
                 continue
             if entry.refused:
                 continue
-            row = _row(self, entry, opened.task, number, example, row_key, dense)
+            row = _row(self, entry, opened.task, number, example, row_key, dense, encode)
             self.directory.append(row)
             outcome.written += 1
             if row.status not in outcomes.DONE:
@@ -251,9 +258,10 @@ def _row(
     example: Example,
     row_key: str,
     dense: DensePrompts,
+    encode: Callable[[bool], EncodedPrompt],
 ) -> Row:
     cell = entry.cell
-    with_context = worker.encoder.encode(example, query_aware=cell.query_aware)
+    with_context = encode(cell.query_aware)
     asked = without_context(example) if cell.policy == NO_CONTEXT else example
     encoded = with_context if asked is example else worker.encoder.encode(asked, query_aware=cell.query_aware)
     blank = Row(

@@ -21,7 +21,7 @@ from .composition import Composition
 from .shared_evidence import evidence_once
 from .visibility import SeenRows
 
-__all__ = ["Candidates", "Decider", "Observed", "check_finite"]
+__all__ = ["Candidates", "Decider", "Observed", "check_finite", "tensor_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -98,7 +98,7 @@ class Decider:
     @property
     def held_bytes(self) -> int:
         """Bytes of candidates held until the last layer is seen."""
-        return sum(_bytes(w.candidates.keys_BSND, w.candidates.values_BSND) for w in self._waiting)
+        return sum(tensor_bytes(w.candidates.keys_BSND, w.candidates.values_BSND) for w in self._waiting)
 
     def observe(self, layer: int, candidates: Candidates, seen: Observed) -> None:
         """Score one layer and, unless its unit spans layers, choose and pack its rows."""
@@ -152,7 +152,9 @@ class Decider:
             ("votes", layer, policy.group, heads),
             lambda: policy.evidence.votes(observation, group=policy.group, score_heads=heads),
         )
-        self.workspace_bytes = max(self.workspace_bytes, _vote_workspace(observation, self._geometry) + _bytes(votes))
+        self.workspace_bytes = max(
+            self.workspace_bytes, _vote_workspace(observation, self._geometry) + tensor_bytes(votes)
+        )
         return reduce_heads(votes, policy.unit) if policy.evidence.differs_by_layer else votes
 
     # -- protect and select -----------------------------------------------------------------------------------------
@@ -301,7 +303,8 @@ def _along(votes_BMN: Tensor, order_BMN: Tensor) -> Tensor:
     return votes_BMN.gather(2, order_BMN.expand(-1, votes_BMN.shape[1], -1))
 
 
-def _bytes(*tensors: Tensor) -> int:
+def tensor_bytes(*tensors: Tensor) -> int:
+    """Return the bytes of tensors' elements."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

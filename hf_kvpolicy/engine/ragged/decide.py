@@ -21,7 +21,7 @@ from ...geometry import CacheGeometry
 from ...selection import keep_best, kept_index
 from ...storage import RaggedLayer, RowMap
 from ..composition import Composition
-from ..decide import check_finite
+from ..decide import check_finite, tensor_bytes
 from ..shared_evidence import evidence_once
 from .owners import OwnerCandidates, OwnerQueries
 from .pack import OwnerDecider, pack_owners
@@ -101,7 +101,7 @@ class RaggedDecider(OwnerDecider):
             scored.scores = [self._refined(part) for part in votes]
         if self._waits:
             self._waiting[layer] = scored
-            self.held_bytes += sum(_bytes(*candidates.slots(owner)) for owner in range(len(maps)))
+            self.held_bytes += sum(tensor_bytes(*candidates.slots(owner)) for owner in range(len(maps)))
         else:
             self._pack(layer, scored)
 
@@ -245,7 +245,3 @@ class RaggedDecider(OwnerDecider):
         if policy.pinned_tokens:
             protected = protected | torch.isin(tokens_11n, torch.tensor(policy.pinned_tokens, device=tokens_11n.device))
         return protected
-
-
-def _bytes(*tensors: Tensor) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -21,6 +21,7 @@ from ...evidence import reduce_group
 from ...frame import LayerStep
 from ...masks import MaskRecord
 from ...storage import RaggedLayer, RaggedMap, stored_tensors
+from ..decide import tensor_bytes
 from ..inputs import ForwardInputs
 from ..snapshot import Snapshot
 from .attend_one import attend_one
@@ -83,7 +84,7 @@ class RaggedDecodeStep(RaggedForward):
     def successor(self) -> Snapshot:
         """Return the snapshot in which every owner has taken the new row and dropped at most one."""
         layers, frontier, old = range(self.runtime.geometry.num_layers), self.inputs.frontier_after, self.snapshot
-        self.note_transient(sum(part.numel() * part.element_size() for part in self._received.values()))
+        self.note_transient(tensor_bytes(*self._received.values()))
         replaced = self._replaced()
         # A batch row whose first token comes in decode holds a prompt of one token.
         profiled = zip(old.profile_tokens, frontier.tokens, strict=True)
