@@ -1,8 +1,9 @@
 """Making a model ready for policy caches, and undoing it exactly.
 
-What `attach` leaves on a model is one registered implementation name in its config and two forward pre-hooks that hold
-no state, on the model and on its text decoder; all can be read back from the model itself, so nothing is remembered
-elsewhere and copies of a model work.
+What `attach` leaves on a model is one registered implementation name in its config, or forwards bound on its attention
+modules where those are no functions of transformers (`own_attention`), and two forward pre-hooks that hold no state, on
+the model and on its text decoder; all can be read back from the model itself, so nothing is remembered elsewhere and
+copies of a model work.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from .compat import cache_of_call, set_implementation
 from .errors import ConfigError, UnsupportedModelError
 from .frame import READER, Reader, enter_forward, take_reader
 from .geometry import NAME_BRANCHING_MODEL_TYPES, text_config
+from .own_attention import bind, bound_backend, unbind
 from .pruning import stop_pruning
 from .registry import model_patch
 
@@ -50,15 +52,20 @@ def attach(model: _Model, backend: str | None = None) -> _Model:
             "another path under ours; this family is not handled yet."
         )
     before = str(inner.config._attn_implementation)
-    name = registered_name(backend or backend_of(before) or before)
+    decoder = patch.decoder(inner)
+    own = patch.own_attention(decoder) if patch.attends_itself else None
+    bound = None if own is None else bound_backend(own.modules)
+    name = registered_name(backend or bound or backend_of(before) or before)
     admit_backend(BACKENDS[name])
-    if before != name and not set_implementation(inner, name):
+    if own is not None:
+        bind(own, BACKENDS[name])
+    elif before != name and not set_implementation(inner, name):
         raise UnsupportedModelError(
             f"{type(inner).__name__} keeps its own attention implementation ({inner.config._attn_implementation!r}); "
             "it does not run through transformers' attention interface."
         )
-    decoder = patch.decoder(inner)
-    stock_attention(BACKENDS[name], _first_attention(decoder))
+    else:
+        stock_attention(BACKENDS[name], _first_attention(decoder))
     for module, hook in _places(inner, decoder):
         if not _hooks(module, hook):
             module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -69,7 +76,7 @@ def detach(model: _Model) -> _Model:
     """Restore the model's own attention implementation and remove every hook; returns the model. Idempotent."""
     inner = unwrap(model)
     backend = backend_of(str(inner.config._attn_implementation))
-    if backend is None:
+    if backend is None and bound_backend(inner.modules()) is None:
         return model
     patch = model_patch(text_config(inner.config))
     decoder = patch.decoder(inner)
@@ -78,13 +85,16 @@ def detach(model: _Model) -> _Model:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
     stop_pruning(decoder.modules())
-    set_implementation(inner, backend)
+    unbind(decoder.modules())
+    if backend is not None:
+        set_implementation(inner, backend)
     return model
 
 
 def attached_backend(model: torch.nn.Module) -> str | None:
     """Return the wrapped backend's name, or None for a model that is not attached."""
-    return backend_of(str(unwrap(model).config._attn_implementation))
+    inner = unwrap(model)
+    return backend_of(str(inner.config._attn_implementation)) or bound_backend(inner.modules())
 
 
 def unwrap(model: torch.nn.Module) -> PreTrainedModel:

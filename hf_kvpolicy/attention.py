@@ -18,16 +18,16 @@ from .errors import IntegrityError
 from .frame import STEP
 from .masks import MaskRecord, make_mask
 
-__all__ = ["register"]
+__all__ = ["attend_layer", "register"]
 
 
 def register() -> None:
     """Register our attention and mask functions with transformers (idempotent, nothing is replaced)."""
     for name, backend in BACKENDS.items():
-        register_attention(name, partial(_attention, backend), partial(make_mask, backend))
+        register_attention(name, partial(attend_layer, backend), partial(make_mask, backend))
 
 
-def _attention(
+def attend_layer(
     backend: str,
     module: torch.nn.Module,
     query: Tensor,
@@ -36,6 +36,11 @@ def _attention(
     attention_mask: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
+    """Attend in the layer whose rows were just cached, or as the stock function does where none were. [B, T, Q, D].
+
+    Raises:
+        IntegrityError: keys, layer or thread are not those of the cache's last update.
+    """
     step = STEP.get()
     if step is None:
         if isinstance(attention_mask, MaskRecord):

@@ -19,6 +19,7 @@ from .errors import BackendAdmissionError, UnsupportedModelError
 
 __all__ = [
     "BACKENDS",
+    "MASK_BLOCK_ELEMENTS",
     "admit_backend",
     "attend_view",
     "backend_of",
@@ -43,7 +44,7 @@ BACKENDS = {
 _UNHANDLED = ("softcap", "s_aux", "position_bias")
 
 # Mask elements materialised at once when many queries attend over a compressed cache.
-_MASK_BLOCK_ELEMENTS = 1 << 23
+MASK_BLOCK_ELEMENTS = 1 << 23
 
 
 def registered_name(backend: str) -> str:
@@ -88,12 +89,16 @@ def stock_attention(backend: str, module: torch.nn.Module) -> Callable[..., Any]
     """
     found = attention_function(backend) if backend != "eager" else None
     if found is None:
-        found = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        found = _eager_function(module)
     if found is None:
         raise UnsupportedModelError(
             f"{type(module).__name__} has no {backend} attention function of its own; attach with backend='sdpa'."
         )
     return found
+
+
+def _eager_function(module: torch.nn.Module) -> Callable[..., Any] | None:
+    return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
 
 
 def run_stock(
@@ -177,6 +182,7 @@ def attend_view(
 ) -> Tensor:
     """Attend over a dense view of unequal history; returns [B, T, Q, D]. `arguments` are the model's own for attention.
 
+    A mask is bool [B, M, T, N], or a bias [B, Q, T, N] in fp32, -inf where a query does not see a row.
     `eager` runs the family's own function, flash runs where the view needs no mask, all else (and flash with a mask) is
     exact grouped SDPA over the same rows: nothing is padded or densified.
     """
@@ -209,19 +215,19 @@ def grouped_attention(
             query_BQTD.reshape(batch, stored, group, dim),
             keys_BSND,
             values_BSND,
-            attn_mask=mask_BMTN,
+            attn_mask=_folded_mask(mask_BMTN, slice(0, 1), stored, query_BQTD.dtype),
             dropout_p=dropout,
             scale=scaling,
         )
         return one.reshape(batch, 1, query_heads, -1)
-    block = tokens if mask_BMTN is None else max(1, _MASK_BLOCK_ELEMENTS // max(1, group * rows * mask_BMTN.shape[1]))
+    block = tokens if mask_BMTN is None else max(1, MASK_BLOCK_ELEMENTS // max(1, group * rows * mask_BMTN.shape[1]))
     parts = []
     for start in range(0, tokens, block):
         query = query_BQTD[:, :, start : start + block]
         width = query.shape[2]
-        mask = mask_BMTN
-        if mask is not None and mask.shape[2] > 1:
-            mask = mask[:, :, start : start + width].repeat(1, 1, group, 1)
+        mask = _folded_mask(mask_BMTN, slice(start, start + width), stored, query_BQTD.dtype)
+        if mask is not None and 1 < mask.shape[2] == width:
+            mask = mask.repeat(1, 1, group, 1)
         folded = query.reshape(batch, stored, group * width, dim)
         out = functional.scaled_dot_product_attention(
             folded, keys_BSND, values_BSND, attn_mask=mask, dropout_p=dropout, scale=scaling
@@ -229,6 +235,17 @@ def grouped_attention(
         parts.append(out.view(batch, query_heads, width, -1))
     output = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
     return output.transpose(1, 2).contiguous()
+
+
+def _folded_mask(mask_BMTN: Tensor | None, part: slice, stored: int, dtype: torch.dtype) -> Tensor | None:
+    """Return the mask of some queries; of a bias, with its heads folded as their queries are, in SDPA's dtype."""
+    if mask_BMTN is None:
+        return None
+    mask = mask_BMTN[:, :, part] if mask_BMTN.shape[2] > 1 else mask_BMTN
+    if mask.dtype is torch.bool:
+        return mask
+    batch, heads, queries, rows = mask.shape
+    return mask.to(dtype).reshape(batch, stored, heads // stored * queries, rows)
 
 
 def _group(module: torch.nn.Module) -> int:
@@ -244,6 +261,8 @@ def _eager(
     scaling: float,
     dropout: float,
 ) -> Tensor:
+    if _eager_function(module) is None:
+        return _plainly(query_BQTD, keys_BSND, values_BSND, mask_BMTN, scaling, dropout)
     group = query_BQTD.shape[1] // keys_BSND.shape[1]
     if group != _group(module):  # rows are owned by query heads, which the family's function does not know
         return grouped_attention(query_BQTD, keys_BSND, values_BSND, mask_BMTN, scaling=scaling, dropout=dropout)
@@ -254,3 +273,29 @@ def _eager(
         bias = bias.masked_fill_(~mask_BMTN, floor)
         bias = bias if bias.shape[1] == 1 else bias.repeat_interleave(group, dim=1)
     return run_stock("eager", module, query_BQTD, keys_BSND, values_BSND, bias, scaling=scaling, dropout=dropout)[0]
+
+
+def _plainly(
+    query_BQTD: Tensor,
+    keys_BSND: Tensor,
+    values_BSND: Tensor,
+    mask_BMTN: Tensor | None,
+    scaling: float,
+    dropout: float,
+) -> Tensor:
+    """Attend as families without an eager function of their own do in their modules, softmax in fp32. [B, T, Q, D]."""
+    batch, heads, tokens, dim = query_BQTD.shape
+    stored, rows = keys_BSND.shape[1], keys_BSND.shape[2]
+    group = heads // stored
+    folded = query_BQTD.reshape(batch, stored, group * tokens, dim)
+    logits = (torch.matmul(folded, keys_BSND.transpose(2, 3)) * scaling).view(batch, stored, group, tokens, rows)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    if mask_BMTN is not None and mask_BMTN.dtype is torch.bool:
+        logits = logits.masked_fill(~mask_BMTN.unsqueeze(2), torch.finfo(logits.dtype).min)
+    elif mask_BMTN is not None:
+        bias_BSGTN = mask_BMTN.view(-1, stored, group, *mask_BMTN.shape[2:])
+        # The smallest number instead of -inf: a pad that sees nothing has a finite output.
+        logits = (logits + bias_BSGTN).clamp_(min=torch.finfo(logits.dtype).min)
+    weights = functional.dropout(logits.softmax(-1, dtype=wide).to(values_BSND.dtype), dropout, training=dropout > 0)
+    output = torch.matmul(weights.view(batch, stored, group * tokens, rows), values_BSND)
+    return output.view(batch, heads, tokens, -1).transpose(1, 2).contiguous()

@@ -74,6 +74,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
             self._geometry,
             rotary=weakly(self._rotary_spec),
             element_bytes=weakly(self._element_bytes),
+            alibi=self._patch.alibi(config),
         )
         super().__init__(layers=[PolicyLayer(self, layer) for layer in range(self._geometry.num_layers)])
         if model is not None:
@@ -217,6 +218,11 @@ class PolicyCache(Cache):  # type: ignore[misc]
         return self._geometry
 
     @property
+    def model_attends_itself(self) -> bool:
+        """Whether this family's attention is no function of transformers, but bound forwards (`own_attention`)."""
+        return self._patch.attends_itself
+
+    @property
     def composition(self) -> Composition:
         """The axes this policy is made of."""
         return self._runtime.composition
@@ -255,7 +261,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
             self._manifest = manifest_of(
                 self.composition,
                 self._geometry,
-                self._patch.key_stage,
+                self._patch.key_stage if self._runtime.alibi is None else "no_rope",
                 dtype,
                 # Not a method of the cache: a manifest that somebody keeps must not keep the cache's rows.
                 lambda: checkpoint_fingerprint(None if decoder is None else decoder()),
@@ -355,7 +361,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     def _bind(self, decoder: torch.nn.Module) -> None:
         self._decoder = weakref.ref(decoder)
-        if self.composition.positions == "cache_local":
+        if self.composition.positions == "cache_local" and self._runtime.alibi is None:
             self._rotary = self._patch.rotary(decoder)
 
     def _check_geometry(self, decoder: PreTrainedModel) -> None:

@@ -19,11 +19,9 @@ __all__ = ["NAME_BRANCHING_MODEL_TYPES", "CacheGeometry", "text_config"]
 NAME_BRANCHING_MODEL_TYPES = frozenset(
     {
         "axk2",
-        "bloom",
         "decision_transformer",
         "deepseek_v32",
         "dots3_note",
-        "falcon",
         "gemma4",
         "gemma4_unified",
         "glm5_next",
@@ -33,7 +31,6 @@ NAME_BRANCHING_MODEL_TYPES = frozenset(
         "hy_v4_vl",
         "minimax_m3_vl",
         "mistral_large4",
-        "mpt",
         "qwen2_5_omni",
     }
 )
@@ -102,7 +99,7 @@ class CacheGeometry:
             model_type=str(text.model_type),
             num_layers=layers,
             num_query_heads=heads,
-            num_kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+            num_kv_heads=_kv_heads(text, heads),
             key_dim=head_dim,
             value_dim=int(getattr(text, "v_head_dim", None) or head_dim),
             window_tokens=tuple(_windows(text, layers)),
@@ -113,6 +110,16 @@ def text_config(config: Any) -> Any:
     """Return the text decoder's part of a config (the config itself for text models)."""
     getter = getattr(config, "get_text_config", None)
     return getter(decoder=True) if getter is not None else config
+
+
+def _kv_heads(config: Any, heads: int) -> int:
+    named = getattr(config, "num_key_value_heads", None)
+    if named:
+        return int(named)
+    # Falcon's names: one KV head, or groups in its newer architecture.
+    if getattr(config, "new_decoder_architecture", False):
+        return int(config.num_kv_heads)
+    return 1 if getattr(config, "multi_query", False) else heads
 
 
 def _windows(config: Any, layers: int) -> Iterable[int | None]:

@@ -6,13 +6,13 @@ it, so the record carries the *rule* and each layer evaluates it on the columns 
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .compat import is_plain_causal, mask_function
+from .compat import is_plain_causal, mask_function, mask_rule
 from .errors import BackendAdmissionError
 from .frame import active_cache
 
@@ -22,16 +22,28 @@ __all__ = ["MaskRecord", "make_mask"]
 class MaskRecord:
     """The masking rule of one forward and layer type."""
 
-    def __init__(self, backend: str, arguments: dict[str, Any]) -> None:
+    def __init__(self, backend: str | None, arguments: dict[str, Any]) -> None:
         self._backend = backend
         self._arguments = arguments
         self._rule = arguments["mask_function"]
         # Width of the model's own sliding window, self included.
         self.window_tokens: int | None = arguments.get("local_size")
 
+    @classmethod
+    @lru_cache(maxsize=1)
+    def causal(cls) -> MaskRecord:
+        """Return plain causality, for a family whose attention is no function of transformers."""
+        return cls(None, {"mask_function": mask_rule(None), "use_vmap": False})
+
+    @property
+    def has_stock(self) -> bool:
+        """Whether transformers has a mask and an attention function for this forward."""
+        return self._backend is not None
+
     @cached_property
     def stock(self) -> Any:
         """The mask transformers itself would have built; valid while the cache holds every column in order."""
+        assert self._backend is not None, "only a record of transformers' own mask has one"
         return mask_function(self._backend)(**self._arguments)
 
     def rule_only(self) -> MaskRecord:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from .positions import RotarySpec
+    from .own_attention import OwnAttention
+    from .positions import AlibiSpec, RotarySpec
 
 __all__ = [
     "ModelPatch",
@@ -44,7 +45,7 @@ class ModelPatch(Protocol):
 
     @property
     def key_stage(self) -> str:
-        """Position stage of cached keys: 'post_rope', 'pre_rope' or 'no_rope'."""
+        """Position stage of cached keys that carry one: 'post_rope' or 'pre_rope'. With ALiBi it is 'no_rope'."""
         ...
 
     def decoder(self, model: PreTrainedModel) -> torch.nn.Module:
@@ -61,6 +62,19 @@ class ModelPatch(Protocol):
 
     def rotary(self, decoder: torch.nn.Module) -> RotarySpec:
         """Return how keys are rotated; raise UnsupportedModelError where angles depend on the length."""
+        ...
+
+    def alibi(self, config: Any) -> AlibiSpec | None:
+        """Return how logits are biased by distance; None for a config whose keys carry positions."""
+        ...
+
+    @property
+    def attends_itself(self) -> bool:
+        """Whether attention modules do not use the attention interface, so that `own_attention` serves them."""
+        ...
+
+    def own_attention(self, decoder: torch.nn.Module) -> OwnAttention:
+        """Return what replaces the forward of attention modules; asked for only where they attend themselves."""
         ...
 
 

@@ -100,10 +100,10 @@ def capture_prompt(
 
 
 def can_replay(cache: Any) -> bool:
-    """Whether a cache is empty and its policy leaves a prompt's forward as it is."""
+    """Whether a cache is empty, its policy leaves a prompt's forward alone, and its model's attention can be read."""
     if not isinstance(cache, PolicyCache) or cache.is_initialized or cache.is_recording_past():
         return False
-    return cache.composition.pruning is None
+    return cache.composition.pruning is None and not cache.model_attends_itself
 
 
 @torch.no_grad()

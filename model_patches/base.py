@@ -9,7 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvpolicy.errors import UnsupportedModelError
-from hf_kvpolicy.positions import RotarySpec
+from hf_kvpolicy.own_attention import OwnAttention
+from hf_kvpolicy.positions import AlibiSpec, RotarySpec
 
 __all__ = ["RotaryDecoderPatch"]
 
@@ -25,6 +26,7 @@ class RotaryDecoderPatch:
 
     model_types: tuple[str, ...] = ()
     key_stage = "post_rope"
+    attends_itself = False
 
     def decoder(self, model: PreTrainedModel) -> torch.nn.Module:
         """Return the module whose forward receives the cache."""
@@ -47,6 +49,14 @@ class RotaryDecoderPatch:
 
     def check(self, config: Any) -> None:
         """Accept every config of the family."""
+
+    def alibi(self, config: Any) -> AlibiSpec | None:
+        """Return None: keys carry positions."""
+        return None
+
+    def own_attention(self, decoder: torch.nn.Module) -> OwnAttention:
+        """Refuse: attention runs through the attention interface."""
+        raise NotImplementedError(f"{type(self).__name__} leaves attention to the attention interface.")
 
     def rotary(self, decoder: torch.nn.Module) -> RotarySpec:
         """Return the decoder's inverse frequencies.

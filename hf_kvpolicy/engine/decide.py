@@ -64,6 +64,7 @@ class Decider:
         budget_rows: Sequence[int],
         newest_tokens: Sequence[int],
         brought: Sequence[bool],
+        moves_keys: bool,
         justified: bool,
         ends_prompt: bool = True,
     ) -> None:
@@ -74,6 +75,7 @@ class Decider:
             budget_rows: rows each owner may keep, for each batch row.
             newest_tokens: real tokens of each batch row, so that the window's rows are known.
             brought: whether each batch row has a token in what ends here; one without keeps what it holds.
+            moves_keys: whether rows at cache-local positions are attended through moved copies of their keys.
             justified: candidates come in ascending token order with dead slots, if any, first.
             ends_prompt: the selection closes a prompt segment (and not a decode step).
         """
@@ -81,7 +83,7 @@ class Decider:
             composition.kept_rows(count, budget) if own else count
             for count, budget, own in zip(counts, budget_rows, brought, strict=True)
         )
-        self.ends_prompt, self._brought = ends_prompt, brought
+        self.ends_prompt, self._brought, self._moves_keys = ends_prompt, brought, moves_keys
         self.states: dict[int, Tensor] = {}
         self.drops_rows = self.kept_counts != tuple(counts)
         self._composition, self._geometry, self._transaction = composition, geometry, transaction
@@ -241,7 +243,7 @@ class Decider:
             index,
             stored_heads=policy.stored_heads(self._geometry),
             capacity=self._capacity(index.shape[2]),
-            pinned=len(self._pinned),
+            pinned=len(self._pinned) if self._moves_keys else 0,
         )
         if candidates.states_BSNX is not None:
             self._pack_states(layer, candidates, candidates.states_BSNX, index)

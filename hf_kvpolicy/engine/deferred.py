@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..contract import Phase, Transaction
 from ..evidence import CarriedEvidence
+from ..positions import alibi_in
 from ..storage import RowMap
 from .decide import Candidates, Decider, Observed
 from .evidence_blocks import SegmentQueries, observe_queries, query_clock
@@ -46,6 +47,7 @@ def decide_appended(
         budget_rows=budget_rows,
         newest_tokens=snapshot.frontier.tokens,
         brought=brought,
+        moves_keys=runtime.alibi is None,
         justified=dense and all(part.ordered for part in snapshot.maps),
         ends_prompt=ends_prompt,
     )
@@ -58,7 +60,7 @@ def decide_appended(
         states = _states(runtime, snapshot, layer, keys, table, ends_prompt)
         values = rows.values_BSCD[:, :, :width]
         candidates = Candidates(keys_BSND=keys, values_BSND=values, map=table, states_BSNX=states)
-        decider.observe(layer, candidates, _observe(snapshot, segment, window, layer, candidates, dense))
+        decider.observe(layer, candidates, _observe(runtime, snapshot, segment, window, layer, candidates, dense))
     new_rows, maps = decider.finish(layers)
     evicted = snapshot.frontier.columns if decider.drops_rows else snapshot.evicted_at_column
     return replace(
@@ -148,9 +150,7 @@ def _states(
     own = table.columns_BMW[:, 0].long()[:, None, :] == columns[:, :, None]
     tokens = (own * table.tokens_BMW[:, 0].long()[:, None, :]).sum(-1)
     real = own.logical_and(table.live_BMW[:, 0][:, None, :]).any(-1)
-    visibility = Visibility(
-        record=segment.rule, columns_after=snapshot.frontier.columns, dense=False, changed_mask_BF=None
-    )
+    visibility = _visibility(runtime, snapshot, segment, dense=False)
     queries = SegmentQueries(
         layer=layer,
         queries_BQTD=segment.queries_BQWD[layer],
@@ -167,7 +167,18 @@ def _states(
     return states
 
 
+def _visibility(runtime: Runtime, snapshot: Snapshot, segment: OpenSegment, *, dense: bool) -> Visibility:
+    return Visibility(
+        record=segment.rule,
+        columns_after=snapshot.frontier.columns,
+        dense=dense,
+        changed_mask_BF=None,
+        alibi=alibi_in(runtime.alibi, snapshot.dtype),
+    )
+
+
 def _observe(
+    runtime: Runtime,
     snapshot: Snapshot,
     segment: OpenSegment | None,
     window: QueryWindow | None,
@@ -178,9 +189,7 @@ def _observe(
     if segment is None or window is None:
         return Observed(queries_BQWD=None, real_BW=None, visibility=None, scaling=1.0)
     queries = windowed(segment.queries_BQWD[layer], window)
-    visibility = Visibility(
-        record=segment.rule, columns_after=snapshot.frontier.columns, dense=dense, changed_mask_BF=None
-    )
+    visibility = _visibility(runtime, snapshot, segment, dense=dense)
     return Observed(
         queries_BQWD=queries,
         real_BW=window.real_BW,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..evidence import CarriedEvidence, QueryBlock
+from ..evidence import CarriedEvidence, QueryBlock, mask_logits_
 from ..storage import RowMap
 
 if TYPE_CHECKING:
@@ -104,18 +104,14 @@ def grouped_logits(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return scaled logits [B, S, G, T, N], -inf where a query does not see a row.
-
-    A mask of fewer rows is about the newest ones; all queries see the rows before them.
-    """
+    """Return scaled logits [B, S, G, T, N], -inf where a query does not see a row; masks as in `mask_logits_`."""
     batch, heads, tokens, dim = query_BQTD.shape
     stored, rows = keys_BSND.shape[1], keys_BSND.shape[2]
     folded = query_BQTD.reshape(batch, stored, heads // stored * tokens, dim).to(dtype) * scaling
     logits = torch.matmul(folded, keys_BSND.to(dtype).transpose(2, 3))
     logits = logits.view(batch, stored, heads // stored, tokens, rows)
     if mask_BMTN is not None:
-        masked = logits[..., rows - mask_BMTN.shape[3] :]
-        masked.masked_fill_(~mask_BMTN.unsqueeze(2), float("-inf"))
+        mask_logits_(logits, mask_BMTN)
     return logits
 
 

@@ -5,8 +5,10 @@ Letters: B batch rows, T new columns, F columns fed before.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -85,7 +87,9 @@ def read_inputs(
     after = Frontier(
         columns=frontier.columns + length,
         tokens=tuple(a + b for a, b in zip(old_tokens, new_tokens, strict=True)),
-        position_offsets=_position_offsets(arguments.get("position_ids"), frontier, real, batch, length),
+        position_offsets=_position_offsets(arguments.get("position_ids"), frontier, real, batch, length)
+        if _takes_positions(type(module).forward)
+        else (None,) * batch,
         seen_BF=_seen_after(mask, frontier, length),
         kinds_BF=None if kinds is None else _kinds_after(kinds.of(arguments.get("input_ids")), frontier),
     )
@@ -100,6 +104,13 @@ def read_inputs(
         frontier_after=after,
         also_read=_also_read(module, arguments, reader),
     )
+
+
+@lru_cache(maxsize=32)
+def _takes_positions(forward: Any) -> bool:
+    """Whether a decoder is told positions; one that is not (ALiBi) reads them off the mask, pads and all."""
+    parameters = inspect.signature(forward).parameters
+    return "position_ids" in parameters or "input_ids" not in parameters
 
 
 def _also_read(module: torch.nn.Module, arguments: Mapping[str, Any], reader: Reader | None) -> str | None:

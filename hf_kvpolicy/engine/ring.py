@@ -61,7 +61,7 @@ class RingStep(OneTokenStep):
             rows.write_at(self._slot_B, keys, values)
         elif not joins or self._slot != self.snapshot.width:
             rows.write(self._slot, keys, values)
-        if self._newly_pinned:
+        if self._newly_pinned and self.runtime.alibi is None:
             self._write_pristine(rows, keys)
         self.rows[layer] = rows
         return rows.view(self.width_after)

@@ -13,7 +13,7 @@ from ..contract import GenerationClock, Generations, Phase, Transaction
 from ..errors import CapacityError, ConfigError, StaleGenerationError
 from ..frame import Reader
 from ..geometry import CacheGeometry
-from ..positions import RotarySpec
+from ..positions import AlibiSpec, RotarySpec
 from ..storage import stored_tensors
 from .composition import Composition
 from .crop import cropped
@@ -39,16 +39,18 @@ class Runtime(Exclusive):
         *,
         rotary: Callable[[], RotarySpec],
         element_bytes: Callable[[], int],
+        alibi: AlibiSpec | None = None,
     ) -> None:
         """Start empty.
 
         Args:
             rotary: returns how the bound model rotates keys (asked for only by cache-local positions).
             element_bytes: returns the size of one K/V element of the bound model (asked for by byte budgets).
+            alibi: how logits are biased by distance, in families without positions in keys.
         """
         super().__init__()
         self.composition, self.geometry = composition, geometry
-        self.rotary, self.element_bytes = rotary, element_bytes
+        self.rotary, self.element_bytes, self.alibi = rotary, element_bytes, alibi
         start = Generations(request=1, cache=0, policy=1, state=0)
         self.clock = GenerationClock(start)
         self._visible = Visible(Snapshot(generations=start, frontier=Frontier()))
@@ -305,7 +307,7 @@ class Runtime(Exclusive):
     def fork(self, *, rotary: Callable[[], RotarySpec], element_bytes: Callable[[], int]) -> Runtime:
         """Return an independent runtime with the same content (buffers copied, maps shared: they never change)."""
         self.rollback()
-        twin = Runtime(self.composition, self.geometry, rotary=rotary, element_bytes=element_bytes)
+        twin = Runtime(self.composition, self.geometry, rotary=rotary, element_bytes=element_bytes, alibi=self.alibi)
         with stored_tensors():
             twin._visible = self._visible.copied()
         twin.clock = GenerationClock(self.clock.highest)

@@ -49,6 +49,7 @@ class SegmentStep(Step):
             budget_rows=budget,
             newest_tokens=inputs.frontier_after.tokens,
             brought=inputs.brought,
+            moves_keys=runtime.alibi is None,
             justified=after_all if snapshot.width else inputs.left_padded,
             ends_prompt=inputs.length > 1 or not snapshot.frontier.columns,
         )

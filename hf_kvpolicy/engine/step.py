@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..backends import attend_view, refuse_unhandled, run_stock
+from ..backends import MASK_BLOCK_ELEMENTS, attend_view, refuse_unhandled, run_stock
 from ..contract import Phase, Transaction
 from ..errors import ConfigError, IntegrityError
 from ..evidence import CarriedEvidence
 from ..frame import KeptTokens, LayerStep, leave_forward
 from ..masks import MaskRecord
-from ..positions import Shift, local_shift, shift_keys
+from ..positions import AlibiSpec, Shift, alibi_in, local_shift, shift_keys
 from ..storage import DenseRows, RowMap, stored_tensors
 from .carry import Carry
 from .inputs import ForwardInputs
@@ -68,6 +68,7 @@ class Step(ABC):
             self._refuse_rows(layer, keys_BHTD)
         if self.transaction.layer_phase(layer):
             self._refuse_again(layer)
+        self._dtype = keys_BHTD.dtype
         self.transaction.enter(layer, Phase.APPEND)
         if torch.is_grad_enabled():
             with torch.no_grad():
@@ -178,8 +179,14 @@ class Step(ABC):
                 dense=self.is_dense,
                 changed_mask_BF=self.inputs.changed_mask_BF,
                 pinned_shift_BP=self.pinned_shift() if self._pinned_rows else None,
+                alibi=self.alibi,
             )
         return found
+
+    @property
+    def alibi(self) -> AlibiSpec | None:
+        """How this model biases logits by distance; None where keys carry positions."""
+        return alibi_in(self.runtime.alibi, self._dtype)
 
     def query_columns(self) -> Tensor:
         """Return the columns of this forward's queries, [1, T]."""
@@ -215,9 +222,9 @@ class Step(ABC):
         """Write the pinned rows' keys, moved for this forward's query, into their working slots.
 
         Working slots are derived data: every forward writes them anew from the pristine keys, so an aborted forward
-        leaves nothing behind.
+        leaves nothing behind. Keys without a position in them stay as they are.
         """
-        if not self._pinned_rows:
+        if not self._pinned_rows or self.runtime.alibi is not None:
             return
         if self._moved is None:
             self._moved = self._move_pinned()
@@ -250,6 +257,8 @@ class Step(ABC):
             view, visibility = self.view_map(layer), self.visibility(record)
             return self.carry.attend_prompt(layer, query, keys, values, view, visibility)
         if not self.snapshot.frontier.columns:
+            if not record.has_stock:
+                return self.attend_rows(backend, module, query, step, self.visibility(record), kwargs)
             # The view is exactly this forward's rows in order: the model's own backend and mask, bit for bit.
             # Columns, not rows: after a forward of pads alone nothing is held, but the stock mask counts them.
             return run_stock(backend, module, query, keys, values, record.stock, **kwargs)[0]
@@ -262,13 +271,41 @@ class Step(ABC):
         self, backend: str, module: torch.nn.Module, query: Tensor, step: LayerStep, record: MaskRecord, kwargs: Any
     ) -> Tensor:
         """Attend over published and new rows. [B, T, Q, D]."""
-        layer, keys, values = step.layer, step.keys, step.values
-        visibility, mask = self.visibility(record), None
-        if not (visibility.is_plain and self.inputs.length == 1):
-            mask = visibility.for_queries(self.view_map(layer), self.query_columns())
+        visibility = self.visibility(record)
         if self.carry is not None and self.inputs.length == 1:
-            return self.carry.attend_one(layer, query, keys, values, mask)
-        return attend_view(backend, module, query, keys, values, mask, kwargs)
+            return self.carry.attend_one(step.layer, query, step.keys, step.values, self._mask(step.layer, visibility))
+        return self.attend_rows(backend, module, query, step, visibility, kwargs)
+
+    def attend_rows(
+        self,
+        backend: str,
+        module: torch.nn.Module,
+        query: Tensor,
+        step: LayerStep,
+        visibility: Visibility,
+        kwargs: Any,
+        view: RowMap | None = None,
+    ) -> Tensor:
+        """Attend over the rectangle of rows that a layer's step carries, of this view or its own map. [B, T, Q, D]."""
+        keys, values, tokens = step.keys, step.values, query.shape[2]
+        if visibility.alibi is None or tokens == 1:
+            mask = self._mask(step.layer, visibility, view)
+            return attend_view(backend, module, query, keys, values, mask, kwargs)
+        # A bias differs by head: that of all queries at once would be as large as their logits.
+        view, columns = view or self.view_map(step.layer), self.query_columns()
+        width = max(1, MASK_BLOCK_ELEMENTS // (query.shape[0] * query.shape[1] * view.width))
+        parts = []
+        for start in range(0, tokens, width):
+            part = slice(start, start + width)
+            mask, seen = visibility.for_block(view, columns[:, part], start, tokens)
+            shown = (query[:, :, part], keys[:, :, :seen], values[:, :, :seen])
+            parts.append(attend_view(backend, module, *shown, mask, kwargs))
+        return torch.cat(parts, dim=1)
+
+    def _mask(self, layer: int, visibility: Visibility, view: RowMap | None = None) -> Tensor | None:
+        if visibility.is_plain and visibility.alibi is None and self.inputs.length == 1:
+            return None
+        return visibility.for_queries(view or self.view_map(layer), self.query_columns())
 
     @staticmethod
     def _refuse_again(layer: int) -> None:

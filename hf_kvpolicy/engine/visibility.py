@@ -1,16 +1,18 @@
-"""Which rows of a view each query may see, evaluated on the columns of the rows really held.
+"""Which rows of a view each query may see, and what a family adds to their logits, by the rows really held.
 
-Letters: B batch rows, M map heads, T queries, N rows of the view, F columns ever fed, P pinned rows.
+Letters: B batch rows, M map heads, Q query heads, T queries, N rows of the view, F columns ever fed, P pinned rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..masks import MaskRecord
+from ..positions import AlibiSpec, alibi_bias
 from ..storage import RowMap
 
 __all__ = ["SeenRows", "Visibility"]
@@ -28,21 +30,41 @@ class Visibility:
     changed_mask_BF: Tensor | None
     # How far pinned rows are moved towards the query, [B, P]: a window sees the moved columns.
     pinned_shift_BP: Tensor | None = None
+    # How logits are biased by distance, in families without positions in keys. Masks are then biases, -inf where a row
+    # is hidden.
+    alibi: AlibiSpec | None = None
     # Whether the newest query sees every row of the view.
     is_plain: bool = field(init=False)
-    _memo: dict[tuple[int, int, int], tuple[Tensor, RowMap, Tensor]] = field(default_factory=dict)
+    _memo: dict[tuple[int, int, int], tuple[Tensor, RowMap, Tensor]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Note once whether a single query sees every row."""
         self.is_plain = self.dense and self.record.is_causal_for(self.columns_after)
 
     def for_queries(self, view: RowMap, query_columns_BT: Tensor) -> Tensor | None:
-        """Return the bool mask [B or 1, M or 1, T, N], or None when every query sees every row.
+        """Return the mask [B or 1, M or 1, T, N] (with ALiBi [B, Q, T or 1, N]), or None when it would do nothing.
 
         Args:
             view: map of the attended rows; the newest columns come last, in order.
             query_columns_BT: columns of the queries, [B or 1, T]; the newest columns of each batch row.
         """
+        if self.alibi is None:
+            return self._seen(view, query_columns_BT)
+        key = (~id(view), id(query_columns_BT), view.width)
+        if key not in self._memo:
+            biased = self._biased(view, self._seen(view, query_columns_BT))
+            self._memo[key] = (biased, view, query_columns_BT)
+        return self._memo[key][0]
+
+    def of_owner(self, head: int, heads: int) -> Visibility:
+        """Return what the query heads of one of so many stored heads see."""
+        if self.alibi is None:
+            return self
+        group = len(self.alibi.slopes) // heads
+        return replace(self, alibi=self.alibi.of_heads(head * group, group))
+
+    def _seen(self, view: RowMap, query_columns_BT: Tensor) -> Tensor | None:
+        """Return which rows each query sees, bool [B or 1, M or 1, T, N], or None when all of them."""
         queries, rows = query_columns_BT.shape[1], view.width
         if self.is_plain:
             # All older rows are seen whatever their columns, so layers and heads share one triangle.
@@ -67,12 +89,31 @@ class Visibility:
         segment.
         """
         queries, rows = query_columns_BT.shape[1], view.width
+        mask: Tensor | None = None
         if not self.is_plain:
-            return self._evaluate(view, query_columns_BT), rows
-        seen = rows - total + start + queries
-        if queries == 1:
-            return None, seen
-        return torch.ones((queries, queries), dtype=torch.bool, device=view.live_BMW.device).tril()[None, None], seen
+            mask, seen = self._evaluate(view, query_columns_BT), rows
+        else:
+            seen = rows - total + start + queries
+            if queries > 1:
+                ones = torch.ones((queries, queries), dtype=torch.bool, device=view.live_BMW.device)
+                mask = ones.tril()[None, None]
+        if self.alibi is None:
+            return mask, seen
+        return self._biased(view if seen == rows else view.first(seen), mask), seen
+
+    def _biased(self, view: RowMap, seen: Tensor | None) -> Tensor:
+        """Return the bias of a view's rows, -inf where a query does not see them; `seen` may be about the newest."""
+        assert self.alibi is not None
+        counts_pads = self.alibi.counts_pads and self.pinned_shift_BP is None
+        positions = view.columns_BMW if counts_pads else view.tokens_BMW
+        bias_BQ1N = alibi_bias(self.alibi, positions, view.live_BMW, self.pinned_shift_BP)
+        if seen is None:
+            return bias_BQ1N
+        if seen.shape[3] < view.width:
+            seen = pad(seen, (view.width - seen.shape[3], 0), value=True)
+        if 1 < seen.shape[1] < bias_BQ1N.shape[1]:
+            seen = seen.repeat_interleave(bias_BQ1N.shape[1] // seen.shape[1], dim=1)
+        return bias_BQ1N.masked_fill(~seen, float("-inf"))
 
     def _evaluate(self, view: RowMap, query_columns_BT: Tensor) -> Tensor:
         rows_BM1N = self._effective_columns(view)[:, :, None, :]
@@ -109,7 +150,7 @@ class SeenRows:
     columns_BW: Tensor
 
     def __call__(self) -> Tensor | None:
-        """Return the mask [B, M, W, N] of all queries, or None."""
+        """Return the mask of all queries, or None."""
         return self.visibility.for_queries(self.view, self.columns_BW)
 
     def block(self, start: int, stop: int) -> tuple[Tensor | None, int]:

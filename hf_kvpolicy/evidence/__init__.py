@@ -5,6 +5,7 @@ from .carried import CarriedEvidence, QueryBlock, reduce_group
 from .cumulative import CumulativeAttention
 from .gumbel import GumbelSoftmax, gumbel_noise
 from .low_scores import LowScoreHistory
+from .masking import mask_logits_
 from .mean_attention import MeanAttention
 from .random import SeededRandom, hash_unit_reference
 from .recency import Recency
@@ -31,6 +32,7 @@ __all__ = [
     "WindowVotes",
     "gumbel_noise",
     "hash_unit_reference",
+    "mask_logits_",
     "pool_reference",
     "reduce_group",
     "window_votes_reference",

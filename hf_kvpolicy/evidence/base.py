@@ -18,7 +18,7 @@ class Visibility(Protocol):
     """Tells which candidate rows each observed query may see."""
 
     def __call__(self) -> Tensor | None:
-        """Return a bool mask broadcastable to [B, S, W, N], or None when every query sees every row."""
+        """Return a mask (see `masking`) of [B, S, W, N], or None when every query sees every row and adds nothing."""
         ...
 
     def block(self, start: int, stop: int) -> tuple[Tensor | None, int]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from .base import LayerObservation
 from .carried import reduce_group
+from .masking import mask_logits_
 
 __all__ = ["RecentAttention"]
 
@@ -75,7 +76,7 @@ class RecentAttention:
             logits = torch.matmul(block * seen.scaling, keys_BHND[:, :, :covered].transpose(2, 3))
             logits = logits.view(batch, heads, size, stop - start, covered)
             if mask is not None:
-                logits[..., covered - mask.shape[-1] :].masked_fill_(~mask.unsqueeze(2), float("-inf"))
+                mask_logits_(logits, mask)
             votes_BHGN[..., :covered] += torch.matmul(weight_W[start:stop], torch.softmax(logits, dim=-1))
         return reduce_group(votes_BHGN, group)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .base import LayerObservation
 from .carried import reduce_group
+from .masking import mask_logits_
 
 __all__ = ["ALL_QUERIES", "SegmentAttention"]
 
@@ -50,7 +51,7 @@ class SegmentAttention:
             logits = torch.matmul(block, keys_BHND[:, :, :covered].transpose(2, 3)).mul_(seen.scaling)
             logits = logits.view(batch, heads, size, stop - start, covered)
             if mask is not None:
-                logits[..., covered - mask.shape[-1] :].masked_fill_(~mask.unsqueeze(2), float("-inf"))
+                mask_logits_(logits, mask)
             attention = torch.softmax(logits, dim=-1)
             if seen.observed_BW is not None:
                 # A pad's query may see nothing at all; its row is NaN and must not vote.

@@ -17,6 +17,7 @@ from torch.nn import functional
 from ..errors import ConfigError
 from .base import LayerObservation
 from .carried import reduce_group
+from .masking import mask_logits_
 
 __all__ = ["GROUPS", "Pooling", "WindowVotes", "pool_reference", "window_votes_reference"]
 
@@ -59,7 +60,7 @@ class WindowVotes:
         parts = []
         for head in range(heads):
             queries = seen.queries_BQWD[:, head * group_size : (head + 1) * group_size].float()
-            mask = None if visible is None else visible[:, head : head + 1] if visible.shape[1] > 1 else visible
+            mask = None if visible is None else _of_head(visible, head, heads)
             votes_BGN = _summed_attention(queries, seen.keys_BHND[:, head].float(), mask, seen)
             parts.append(votes_BGN if score_heads > heads else reduce_group(votes_BGN[:, None], group))
         return torch.cat(parts, dim=1)
@@ -81,12 +82,18 @@ class WindowVotes:
 def _summed_attention(queries_BGWD: Tensor, keys_BND: Tensor, mask: Tensor | None, seen: LayerObservation) -> Tensor:
     logits = torch.matmul(queries_BGWD, keys_BND[:, None].transpose(2, 3)).mul_(seen.scaling)
     if mask is not None:
-        logits.masked_fill_(~mask, float("-inf"))
+        mask_logits_(logits[:, None], mask)
     attention = torch.softmax(logits, dim=-1)
     if seen.observed_BW is not None:
         # A pad's query may see nothing at all; its row is NaN and must not vote.
         attention.masked_fill_(~seen.observed_BW[:, None, :, None], 0.0)
     return attention.sum(dim=2)
+
+
+def _of_head(mask: Tensor, head: int, heads: int) -> Tensor:
+    """Return a mask's part of one KV head: its row of a bool mask, or those of its query heads of a bias."""
+    width = mask.shape[1] // heads
+    return mask[:, head * width : (head + 1) * width] if width else mask
 
 
 def window_votes_reference(queries_QTD: Tensor, keys_HTD: Tensor, *, window: int, group: str, scaling: float) -> Tensor:

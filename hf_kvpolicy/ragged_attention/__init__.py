@@ -3,5 +3,6 @@
 from .attend import attend_ragged
 from .choose import admit_ragged, ragged_backend
 from .owners import buckets
+from .reference import shows
 
-__all__ = ["admit_ragged", "attend_ragged", "buckets", "ragged_backend"]
+__all__ = ["admit_ragged", "attend_ragged", "buckets", "ragged_backend", "shows"]

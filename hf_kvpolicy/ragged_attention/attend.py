@@ -31,8 +31,9 @@ def attend_ragged(
     Args:
         backend: transformers' name of the model's backend.
         query_BQTD: query heads are batch-major over the stored heads: Q is a multiple of `view.heads`.
-        masks: per owner a bool [T, n], True where a query sees a row, or None where every query sees every row. A query
-            that sees nothing gets zeros.
+        masks: per owner a bool [T, n], True where a query sees a row, or a bias [G, T or 1, n] in fp32 that is added to
+            logits, -inf where it does not, or None where every query sees every row. A query that sees nothing gets
+            zeros. Kernels take none of them.
         causal: instead of masks: the last T rows of every owner are the queries' own tokens, and query t does not see
             the T - 1 - t rows after its own. Kernels need no mask for it.
 

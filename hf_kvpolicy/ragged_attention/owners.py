@@ -55,7 +55,7 @@ def attend_owners(
                 query_O[owner],
                 keys_1HND.narrow(2, start, rows),
                 values_1HND.narrow(2, start, rows),
-                attn_mask=None if masks is None else masks[owner],
+                attn_mask=None if masks is None else _folded(masks[owner], sharing, query_BQTD.dtype),
                 dropout_p=dropout,
                 scale=scaling,
             )
@@ -98,9 +98,18 @@ def _attend_buckets(
     return outputs
 
 
+def _folded(mask: Tensor | None, sharing: int, dtype: torch.dtype) -> Tensor | None:
+    """Return what SDPA takes: of a bias, heads folded as their queries are."""
+    if mask is None or mask.dtype is torch.bool:
+        return mask
+    return mask.to(dtype).reshape(1, sharing, mask.shape[0] * mask.shape[1] // sharing, mask.shape[2])
+
+
 def _stacked(masks: Sequence[Tensor | None], view: RaggedView) -> Tensor:
+    """Return the masks of owners as one, [B, S, T, n], or of biases [B, Q, T, n]."""
     given = [mask for mask in masks if mask is not None]
-    return torch.stack(given).view(view.batch, view.heads, *given[0].shape)
+    heads = view.heads if given[0].dtype is torch.bool else view.heads * given[0].shape[0]
+    return torch.stack(given).view(view.batch, heads, *given[0].shape[-2:])
 
 
 def _threads_share_heads(query_BQTD: Tensor, group: int) -> bool:

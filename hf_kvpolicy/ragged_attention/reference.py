@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ..storage import RaggedView
 
-__all__ = ["attend_eager", "attend_reference"]
+__all__ = ["attend_eager", "attend_reference", "shows"]
 
 
 def attend_reference(
@@ -40,6 +40,11 @@ def attend_eager(
     return _attend(query_BQTD, view, masks, scaling, dropout, query_BQTD.dtype)
 
 
+def shows(mask: Tensor) -> Tensor:
+    """Return which rows a mask, or a bias, lets a query see."""
+    return mask if mask.dtype is torch.bool else mask > float("-inf")
+
+
 def _attend(
     query_BQTD: Tensor,
     view: RaggedView,
@@ -56,10 +61,12 @@ def _attend(
         keys_nD, values_nD = view.owner(owner)
         logits_GTn = query_OGTD[owner] @ keys_nD.to(dtype).T * scaling
         mask_Tn = None if masks is None else masks[owner]
-        if mask_Tn is not None:
+        if mask_Tn is not None and mask_Tn.dtype is torch.bool:
             logits_GTn = logits_GTn.masked_fill(~mask_Tn, float("-inf"))
+        elif mask_Tn is not None:
+            logits_GTn = logits_GTn + mask_Tn
         weights_GTn = logits_GTn.softmax(-1, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
         if mask_Tn is not None:  # a query that sees nothing has no softmax: its output is zero
-            weights_GTn = weights_GTn.masked_fill(~mask_Tn.any(-1, keepdim=True), 0.0)
+            weights_GTn = weights_GTn.masked_fill(~shows(mask_Tn).any(-1, keepdim=True), 0.0)
         outputs.append(functional.dropout(weights_GTn, dropout, training=dropout > 0) @ values_nD.to(dtype))
     return torch.stack(outputs).view(batch, heads, tokens, -1).transpose(1, 2).contiguous().to(query_BQTD.dtype)

@@ -41,7 +41,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     query, keys, values = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8)
     mask = torch.ones(1, 1, 9, 20, dtype=torch.bool).tril(11)
     whole = backends.grouped_attention(query, keys, values, mask, scaling=0.3)
-    monkeypatch.setattr(backends, "_MASK_BLOCK_ELEMENTS", 80)
+    monkeypatch.setattr(backends, "MASK_BLOCK_ELEMENTS", 80)
     torch.testing.assert_close(backends.grouped_attention(query, keys, values, mask, scaling=0.3), whole)
 
 

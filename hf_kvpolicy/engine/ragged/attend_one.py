@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...ragged_attention import buckets
+from ...ragged_attention import buckets, shows
 from ...storage import RaggedView
 from ..evidence_blocks import attend_with_logits
 
@@ -24,8 +24,8 @@ def attend_one(
     """Return the output [B, 1, Q, D], and attention in fp32 whose flat parts follow owners and their slots.
 
     Args:
-        masks: per owner a bool [1, n] in slot order, or None where the query sees every row. A query that sees nothing
-            gets zeros.
+        masks: per owner, in slot order, a bool [1, n] or a bias [G, 1, n] in fp32 (-inf where hidden), or None where
+            the query sees every row. A query that sees nothing gets zeros.
     """
     rectangle = view.rectangle() if masks is None else None
     if rectangle is not None:
@@ -39,11 +39,12 @@ def attend_one(
     for owner, query_1G1D in enumerate(queries_O):
         keys_nD, values_nD = view.owner(owner)
         mask = masks[owner]
-        shown = None if mask is None else mask.to(keys_nD.device)[None, None]
+        # [1, 1, 1, n], or [1, G, 1, n] of a bias.
+        shown = None if mask is None else mask.to(keys_nD.device).view(1, mask.shape[0], 1, keys_nD.shape[0])
         output, _, attention = attend_with_logits(
             query_1G1D, keys_nD[None, None], values_nD[None, None], shown, scaling
         )
-        outputs.append(output if shown is None else output.masked_fill(~shown.any(), 0.0))
+        outputs.append(output if shown is None else output.masked_fill(~shows(shown).any(), 0.0))
         parts.append(attention)
     return torch.cat(outputs, dim=2).view(batch, 1, heads, -1), parts
 

@@ -184,7 +184,7 @@ class RaggedDecider(OwnerDecider):
             observed_BW=None,
             keys_BHND=keys_nD[None, None],
             tokens_BMN=table.tokens_BMW,
-            visibility=None if seen is None else seen.seen(row, table),
+            visibility=None if seen is None else seen.seen(row, head, self._heads, table),
             scaling=1.0 if seen is None else seen.scaling,
             first_head=head,
         )

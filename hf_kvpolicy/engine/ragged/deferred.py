@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...contract import Phase, Transaction
+from ...positions import alibi_in
 from ...storage import RaggedLayer, RowMap
 from ..queries import windowed
 from ..snapshot import Snapshot
@@ -49,6 +50,7 @@ def decide_appended_ragged(
             changed_mask_BF=None,
             scaling=segment.scaling,
             batch=snapshot.batch_size,
+            alibi=alibi_in(runtime.alibi, snapshot.dtype),
         )
     for layer in range(layers):
         transaction.enter_through(layer, Phase.ATTEND)

@@ -206,7 +206,7 @@ class FamilyDecider(OwnerDecider):
     ) -> SegmentQueries:
         """Return the observed queries of one owner and the rows they may see."""
         queries_1GWD = seen.of_owner(queries_BQWD, row, head, self._heads)
-        shown, newest = seen.seen(row, table), self._frontier.tokens[row]
+        shown, newest = seen.seen(row, head, self._heads, table), self._frontier.tokens[row]
         tokens_1W = torch.arange(newest - queries_1GWD.shape[2], newest, device=keys_nD.device)[None]
         return SegmentQueries(
             layer=layer,

@@ -110,7 +110,8 @@ class RaggedForward(Step):
         """Attend over every owner's own rows. [B, T, Q, D]."""
         base = self.base(step.layer)
         view = self.buffers[step.layer].view(base, self.tail_after.width)
-        masks = self._masks(record).masks(base)
+        visibility = self._masks(record)
+        masks = visibility.biased(base, visibility.masks(base))
         if self.inputs.length == 1 and self.runtime.composition.carries_scores:
             # The arithmetic of a decode step, so that a token that waits for acceptance is the one that decodes.
             return attend_one(query, view, masks, kwargs["scaling"])[0]
@@ -163,5 +164,6 @@ class RaggedForward(Step):
                 columns_after=self.inputs.frontier_after.columns,
                 changed_mask_BF=self.inputs.changed_mask_BF,
                 is_full=all(count == self.tail_after.width for count in live),
+                alibi=self.alibi,
             )
         return found

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...masks import MaskRecord
+from ...positions import AlibiSpec
 from ...storage import RaggedMap, RowMap
 from ..queries import QueryWindow
 from ..visibility import SeenRows, Visibility
@@ -95,6 +96,7 @@ class OwnerQueries:
         changed_mask_BF: Tensor | None,
         scaling: float,
         batch: int,
+        alibi: AlibiSpec | None = None,
     ) -> None:
         self.scaling, self._columns_after = scaling, columns_after
         self._index: list[Tensor | None] = [None] * batch
@@ -109,7 +111,13 @@ class OwnerQueries:
             mask = None if changed_mask_BF is None else changed_mask_BF[row : row + 1]
             self._columns.append(columns)
             self._visibility.append(
-                Visibility(record=record, columns_after=columns_after, dense=mask is None, changed_mask_BF=mask)
+                Visibility(
+                    record=record,
+                    columns_after=columns_after,
+                    dense=mask is None,
+                    changed_mask_BF=mask,
+                    alibi=alibi,
+                )
             )
 
     def count(self, row: int) -> int:
@@ -133,9 +141,10 @@ class OwnerQueries:
             place_W = self._columns[row][0] - (self._columns_after - tokens)
             output_TGD.index_copy_(0, place_W.to(output_TGD.device), part_1WGD[0])
 
-    def seen(self, row: int, view: RowMap) -> SeenRows:
-        """Return which of an owner's rows these queries see."""
-        return SeenRows(visibility=self._visibility[row], view=view, columns_BW=self._columns[row])
+    def seen(self, row: int, head: int, heads: int, view: RowMap) -> SeenRows:
+        """Return which rows of one of so many stored heads these queries see."""
+        visibility = self._visibility[row].of_owner(head, heads)
+        return SeenRows(visibility=visibility, view=view, columns_BW=self._columns[row])
 
 
 def _true(index: Tensor) -> Tensor:

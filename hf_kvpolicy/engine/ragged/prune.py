@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...backends import attend_view, run_stock
+from ...backends import run_stock
 from ...contract import Phase, Transaction
 from ...evidence import LayerObservation, RecentAttention
 from ...frame import KeptTokens, LayerStep
@@ -82,7 +82,7 @@ class SeenByRecent(SeenRows):
 
     def block(self, start: int, stop: int) -> tuple[Tensor | None, int]:
         """Return the mask of some queries over the last of the rows they see, and how many these are."""
-        if not self.visibility.is_plain:
+        if not self.visibility.is_plain or self.visibility.alibi is not None:
             return SeenRows.block(self, start, stop)
         ones = torch.ones((stop - start, stop - start), dtype=torch.bool, device=self.columns_BW.device)
         return ones.tril()[None, None], self.view.width - self.columns_BW.shape[1] + stop
@@ -150,11 +150,12 @@ class PruningStep(SharedSets, RaggedSelection):
         table = self.new_map()
         dense = all(count == table.width for count in self.new_counts)
         columns_after = self.inputs.frontier_after.columns
-        visibility = Visibility(record=record, columns_after=columns_after, dense=dense, changed_mask_BF=None)
-        if visibility.is_plain and (backend == "sdpa" or backend.startswith("flash")):
+        visibility = Visibility(
+            record=record, columns_after=columns_after, dense=dense, changed_mask_BF=None, alibi=self.alibi
+        )
+        if visibility.is_plain and record.has_stock and (backend == "sdpa" or backend.startswith("flash")):
             return run_stock(backend, module, query, step.keys, step.values, None, **kwargs)[0]
-        mask = visibility.for_queries(table, self.query_columns())
-        return attend_view(backend, module, query, step.keys, step.values, mask, kwargs)
+        return self.attend_rows(backend, module, query, step, visibility, kwargs, table)
 
     # -- score and select ---------------------------------------------------------------------------------------------
 
@@ -209,6 +210,7 @@ class PruningStep(SharedSets, RaggedSelection):
             columns_after=self.inputs.frontier_after.columns,
             dense=mask is None,
             changed_mask_BF=mask,
+            alibi=self.alibi,
         )
         group, total = queries_1QWD.shape[1] // self.heads, None
         workspace_bytes = policy.evidence.workspace_bytes(queries_1QWD[:, :group], table.width)
@@ -225,7 +227,9 @@ class PruningStep(SharedSets, RaggedSelection):
                 observed_BW=None,
                 keys_BHND=keys[None, None],
                 tokens_BMN=table.tokens_BMW,
-                visibility=SeenByRecent(visibility=visibility, view=table, columns_BW=columns),
+                visibility=SeenByRecent(
+                    visibility=visibility.of_owner(head, self.heads), view=table, columns_BW=columns
+                ),
                 scaling=scaling,
             )
             votes = policy.evidence.votes(observation, group=policy.group, score_heads=1)[0, 0]

@@ -106,5 +106,6 @@ class RaggedSegmentStep(RaggedSelection):
                 changed_mask_BF=self.inputs.changed_mask_BF,
                 scaling=scaling,
                 batch=self.inputs.batch,
+                alibi=self.alibi,
             )
         return self._seen[id(record)]

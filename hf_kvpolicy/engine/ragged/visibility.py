@@ -1,6 +1,7 @@
 """Masks of one forward over ragged rows: per owner, and none where every query sees every row.
 
-Letters: B batch rows, S stored heads, O owners, T queries, W tail slots, N rows of all owners, n rows of one owner.
+Letters: B batch rows, S stored heads, O owners, G query heads of one, T queries, W tail slots, N rows of all owners, n
+rows of one owner, P attended slots of all owners.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...masks import MaskRecord
+from ...positions import AlibiSpec, alibi_bias_of_owners
 from ...storage import RaggedMap, RowMap
 
 __all__ = ["RaggedVisibility"]
@@ -26,6 +28,7 @@ class RaggedVisibility:
         columns_after: int,
         changed_mask_BF: Tensor | None,
         is_full: bool,
+        alibi: AlibiSpec | None = None,
     ) -> None:
         """Prepare masks.
 
@@ -33,6 +36,7 @@ class RaggedVisibility:
             tail: every appended row, this forward's own last; [B, 1, W].
             query_columns_BT: columns of this forward's queries, [1 or B, T].
             is_full: no slot of the tail is dead (known on the host).
+            alibi: how logits are biased by distance, in families without positions in keys.
         """
         self._record, self._changed = record, changed_mask_BF
         self._queries = query_columns_BT.long()[:, None, :, None]
@@ -43,6 +47,7 @@ class RaggedVisibility:
         self._tail: list[Tensor | None] = [None] * tail.live_BMW.shape[0] if plain else self._tail_masks(tail)
         self._is_plain = self._shows_base and all(part is None for part in self._tail)
         self._width = tail.width
+        self._alibi, self._rows = alibi, tail
 
     def masks(self, base: RaggedMap) -> list[Tensor | None] | None:
         """Return per owner which of its base rows and tail slots each query sees, bool [T, n]; None where all do."""
@@ -62,6 +67,35 @@ class RaggedVisibility:
                 tail = torch.ones((queries, self._width), dtype=torch.bool, device=device)
             found.append(torch.cat([seen, tail], dim=1))
         return found
+
+    def biased(self, base: RaggedMap, masks: list[Tensor | None] | None) -> list[Tensor | None] | None:
+        """Return masks, in slot order, with what the family adds to logits, [G, T or 1, n] per owner."""
+        spec, tail = self._alibi, self._rows
+        if spec is None:
+            return masks
+        rows_N, rows_BW = base.tokens_N, tail.tokens_BMW[:, 0]
+        if spec.counts_pads:
+            rows_N, rows_BW = base.columns_N, tail.columns_BMW[:, 0]
+        owners, device = len(base.lengths), rows_N.device
+        counts = [rows + self._width for rows in base.lengths]
+        lengths_O, counts_O = base.lengths_O.long(), torch.tensor(counts, device=device)
+        starts_O, row_O = counts_O.cumsum(0) - counts_O, torch.arange(owners, device=device) // base.heads
+        # Where each slot's row is known by its position: base rows in their slots, then the tail's behind.
+        positions_P = torch.zeros(sum(counts), dtype=torch.int64, device=device)
+        start_N = torch.repeat_interleave(starts_O, lengths_O, output_size=rows_N.shape[0])
+        positions_P[start_N + base.slots()] = rows_N.long()
+        tail_OW = (starts_O + base.next_slots_O)[:, None] + torch.arange(self._width, device=device)
+        positions_P[tail_OW] = rows_BW.long()[row_O]
+        newest_B = rows_BW.long().masked_fill(~tail.live_BMW[:, 0], 0).amax(-1)
+        owner_P = torch.repeat_interleave(counts_O, output_size=sum(counts))
+        bias_GP = alibi_bias_of_owners(
+            spec, positions_P, newest_B[row_O][owner_P], owner_P % base.heads, heads=base.heads
+        )
+        parts = [part[:, None] for part in torch.split(bias_GP, counts, dim=1)]
+        if masks is None:
+            return list(parts)
+        pairs = zip(parts, masks, strict=True)
+        return [part if mask is None else part.masked_fill(~mask, float("-inf")) for part, mask in pairs]
 
     def _tail_masks(self, tail: RowMap) -> list[Tensor | None]:
         allowed = self._record.allows(self._queries, tail.columns_BMW.long()[:, :, None, :])

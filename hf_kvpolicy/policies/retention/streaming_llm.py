@@ -4,11 +4,13 @@ Xiao, Tian, Chen, Han, Lewis: "Efficient Streaming Language Models with Attentio
 3.2; visibility contract, section 0x05: V(F) = {0, ..., min(K_s, F) - 1} u {max(0, F - W), ..., F - 1}, a union.
 
 `budget` = K_s sinks + W recent rows. Positions are numbered inside the cache by default, as in the paper: keys of sinks
-are re-rotated towards the query each step, recent keys keep their mutual distances (`positions/cache_local.py`).
+are re-rotated towards the query each step, recent keys keep their mutual distances (`positions/cache_local.py`). With
+ALiBi no key moves: its bias is taken from those numbers, as in the paper's runs of MPT.
 
 Deviations: eviction happens after attention, so a query attends to at most budget + 1 rows, itself included (as in the
 official perplexity loop). A prompt longer than the budget is attended in full once; the paper's demo makes room first.
-Not supported: `cache_local` on models whose rotation depends on the length (dynamic, longrope), or without rotation.
+Not supported: `cache_local` on models whose rotation depends on the length (dynamic, longrope), or that have neither
+rotation nor ALiBi.
 """
 
 from __future__ import annotations

@@ -1,0 +1,76 @@
+"""After eviction, logits are those of attention over the kept rows, biased by the distances that were declared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families.alibi_models import MODELS, attached, backends_of
+from families.plain_decoder import PlainDecoder
+from helpers import drops_tokens, forward, kept_positions, policy_units, prompt, small_options
+
+import hf_kvpolicy as kv
+
+ATOL = 2e-5
+# (tokens of each forward): a prompt, an answer, a second turn, an answer.
+FORWARDS = (17, 1, 1, 1, 1, 4, 1, 1)
+
+
+def options_for(model: Any, policy: str, options: dict[str, Any]) -> dict[str, Any]:
+    if policy != "headkv":
+        return options
+    geometry = kv.FullCache(model).geometry
+    table = [
+        [float((3 * layer + 2 * head) % 5) for head in range(geometry.num_kv_heads)]
+        for layer in range(geometry.num_layers)
+    ]
+    return options | {"profile": table}
+
+
+def follows_the_plain_decoder(model: Any, policy: str, options: dict[str, Any]) -> None:
+    cache = kv.make_cache(policy, model, **options_for(model, policy, options))
+    plain, ids = PlainDecoder(model), prompt(sum(FORWARDS))[0]
+    local = cache.composition.positions == "cache_local"
+    start, lost = 0, False
+    for length in FORWARDS:
+        held = kept_positions(cache) if start else [[]] * cache.num_layers
+        part = ids[start : start + length]
+        with torch.no_grad():
+            given = forward(model, part[None], cache)[0]
+        prunes = drops_tokens(cache) and length > 1
+        wanted = plain.feed(part.tolist(), held, local=local, passed=kept_positions(cache) if prunes else None)
+        torch.testing.assert_close(given, wanted[-given.shape[0] :], atol=ATOL, rtol=1e-4)
+        start += length
+        lost = lost or int(cache.stored_rows(0).min()) < start
+    assert lost, "a test of eviction needs one"
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize(("policy", "options"), policy_units(), ids=lambda v: str(v) if isinstance(v, str) else "")
+def test_every_policy_on_mpt(policy: str, options: dict[str, Any]) -> None:
+    follows_the_plain_decoder(attached("mpt_6_heads"), policy, options)
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "streaming_llm", "adakv", "h2o"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_family(name: str, policy: str) -> None:
+    follows_the_plain_decoder(attached(name), policy, small_options(policy))
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "adakv"])
+@pytest.mark.parametrize("name", [name for name in MODELS if "eager" in backends_of(name)])
+def test_eager(name: str, policy: str) -> None:
+    follows_the_plain_decoder(attached(name, "eager"), policy, small_options(policy))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_local_and_original_positions_differ(name: str) -> None:
+    """The comparisons above would mean little otherwise."""
+    model, seen = attached(name), []
+    for positions in ("cache_local", "original"):
+        cache = kv.StreamingLLMCache(model, budget=7, sinks=2, positions=positions)
+        with torch.no_grad():
+            forward(model, prompt(30), cache)
+            seen.append(forward(model, prompt(1), cache))
+    assert (seen[0] - seen[1]).abs().max() > 1e-3
