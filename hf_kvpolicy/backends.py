@@ -215,7 +215,7 @@ def grouped_attention(
             query_BQTD.reshape(batch, stored, group, dim),
             keys_BSND,
             values_BSND,
-            attn_mask=_folded_mask(mask_BMTN, slice(0, 1), stored, query_BQTD.dtype),
+            attn_mask=_folded_mask(mask_BMTN, slice(0, 1), stored, query_BQTD),
             dropout_p=dropout,
             scale=scaling,
         )
@@ -225,7 +225,7 @@ def grouped_attention(
     for start in range(0, tokens, block):
         query = query_BQTD[:, :, start : start + block]
         width = query.shape[2]
-        mask = _folded_mask(mask_BMTN, slice(start, start + width), stored, query_BQTD.dtype)
+        mask = _folded_mask(mask_BMTN, slice(start, start + width), stored, query)
         if mask is not None and 1 < mask.shape[2] == width:
             mask = mask.repeat(1, 1, group, 1)
         folded = query.reshape(batch, stored, group * width, dim)
@@ -237,15 +237,15 @@ def grouped_attention(
     return output.transpose(1, 2).contiguous()
 
 
-def _folded_mask(mask_BMTN: Tensor | None, part: slice, stored: int, dtype: torch.dtype) -> Tensor | None:
-    """Return the mask of some queries; of a bias, with its heads folded as their queries are, in SDPA's dtype."""
+def _folded_mask(mask_BMTN: Tensor | None, part: slice, stored: int, like: Tensor) -> Tensor | None:
+    """Return the mask of some queries; a bias has heads folded as their queries are, in the dtype SDPA wants."""
     if mask_BMTN is None:
         return None
     mask = mask_BMTN[:, :, part] if mask_BMTN.shape[2] > 1 else mask_BMTN
     if mask.dtype is torch.bool:
         return mask
     batch, heads, queries, rows = mask.shape
-    return mask.to(dtype).reshape(batch, stored, heads // stored * queries, rows)
+    return mask.to(like).reshape(batch, stored, heads // stored * queries, rows)
 
 
 def _group(module: torch.nn.Module) -> int:
@@ -293,7 +293,7 @@ def _plainly(
     if mask_BMTN is not None and mask_BMTN.dtype is torch.bool:
         logits = logits.masked_fill(~mask_BMTN.unsqueeze(2), torch.finfo(logits.dtype).min)
     elif mask_BMTN is not None:
-        bias_BSGTN = mask_BMTN.view(-1, stored, group, *mask_BMTN.shape[2:])
+        bias_BSGTN = mask_BMTN.view(-1, stored, group, *mask_BMTN.shape[2:]).to(logits.device)
         # The smallest number instead of -inf: a pad that sees nothing has a finite output.
         logits = (logits + bias_BSGTN).clamp_(min=torch.finfo(logits.dtype).min)
     weights = functional.dropout(logits.softmax(-1, dtype=wide).to(values_BSND.dtype), dropout, training=dropout > 0)

@@ -155,7 +155,8 @@ class Decider:
             lambda: policy.evidence.votes(observation, group=policy.group, score_heads=heads),
         )
         self.workspace_bytes = max(
-            self.workspace_bytes, _vote_workspace(observation, self._geometry) + tensor_bytes(votes)
+            self.workspace_bytes,
+            _vote_workspace(observation, self._geometry) + tensor_bytes(votes) + _bias_bytes(seen),
         )
         return reduce_heads(votes, policy.unit) if policy.evidence.differs_by_layer else votes
 
@@ -308,6 +309,12 @@ def _along(votes_BMN: Tensor, order_BMN: Tensor) -> Tensor:
 def tensor_bytes(*tensors: Tensor) -> int:
     """Return the bytes of tensors' elements."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _bias_bytes(seen: Observed) -> int:
+    if seen.queries_BQWD is None or seen.visibility is None:
+        return 0
+    return seen.visibility.bias_bytes(*seen.queries_BQWD.shape[:2])
 
 
 def _vote_workspace(seen: LayerObservation, geometry: CacheGeometry) -> int:

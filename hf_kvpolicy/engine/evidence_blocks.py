@@ -63,14 +63,15 @@ class SegmentQueries:
         for start in range(first, end, width):
             part = slice(start, min(end, start + width))
             mask, seen = self.visibility.for_block(self.view, self.columns_BT[:, part], start, total)
+            logits = grouped_logits(self.queries_BQTD[:, :, part], self.keys_BSND[:, :, :seen], mask, self.scaling)
+            # A bias is as large as the logits, and would lie beside their weights.
+            del mask
             yield (
                 part,
                 seen,
                 QueryBlock(
                     layer=self.layer,
-                    logits_BSGTN=grouped_logits(
-                        self.queries_BQTD[:, :, part], self.keys_BSND[:, :, :seen], mask, self.scaling
-                    ),
+                    logits_BSGTN=logits,
                     query_tokens_BT=self.query_tokens_BT[:, part],
                     row_tokens_BMN=self.view.tokens_BMW[:, :, :seen],
                     real_BT=None if self.real_BT is None else self.real_BT[:, part],

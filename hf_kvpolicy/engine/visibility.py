@@ -35,6 +35,7 @@ class Visibility:
     alibi: AlibiSpec | None = None
     # Whether the newest query sees every row of the view.
     is_plain: bool = field(init=False)
+    _latest: tuple[Tensor, RowMap, Tensor] | None = field(init=False, default=None)
     _memo: dict[tuple[int, int, int], tuple[Tensor, RowMap, Tensor]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -50,11 +51,12 @@ class Visibility:
         """
         if self.alibi is None:
             return self._seen(view, query_columns_BT)
-        key = (~id(view), id(query_columns_BT), view.width)
-        if key not in self._memo:
+        # One is remembered, for layers that share a view: those of all views would be as large as all logits.
+        latest = self._latest
+        if latest is None or latest[1] is not view or latest[2] is not query_columns_BT:
             biased = self._biased(view, self._seen(view, query_columns_BT))
-            self._memo[key] = (biased, view, query_columns_BT)
-        return self._memo[key][0]
+            latest = self._latest = (biased, view, query_columns_BT)
+        return latest[0]
 
     def of_owner(self, head: int, heads: int) -> Visibility:
         """Return what the query heads of one of so many stored heads see."""
@@ -152,6 +154,12 @@ class SeenRows:
     def __call__(self) -> Tensor | None:
         """Return the mask of all queries, or None."""
         return self.visibility.for_queries(self.view, self.columns_BW)
+
+    def bias_bytes(self, batch: int, query_heads: int) -> int:
+        """Return the bytes of all queries' masks where these are biases; of bool masks none are counted."""
+        if self.visibility.alibi is None:
+            return 0
+        return 4 * batch * query_heads * self.columns_BW.shape[1] * self.view.width
 
     def block(self, start: int, stop: int) -> tuple[Tensor | None, int]:
         """Return the mask of queries `start` to `stop`, and how many of the first rows any of them sees."""

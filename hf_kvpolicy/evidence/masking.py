@@ -22,4 +22,4 @@ def mask_logits_(logits_BHGTN: Tensor, mask: Tensor) -> None:
     if mask.dtype is torch.bool:
         part.masked_fill_(~mask.unsqueeze(2), float("-inf"))
     else:
-        part.add_(mask.view(mask.shape[0], *part.shape[1:3], *mask.shape[2:]))
+        part.add_(mask.view(mask.shape[0], *part.shape[1:3], *mask.shape[2:]).to(part.device))

@@ -77,6 +77,7 @@ class RecentAttention:
             logits = logits.view(batch, heads, size, stop - start, covered)
             if mask is not None:
                 mask_logits_(logits, mask)
+                del mask  # a bias is as large as the logits
             votes_BHGN[..., :covered] += torch.matmul(weight_W[start:stop], torch.softmax(logits, dim=-1))
         return reduce_group(votes_BHGN, group)
 

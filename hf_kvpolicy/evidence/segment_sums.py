@@ -52,6 +52,7 @@ class SegmentAttention:
             logits = logits.view(batch, heads, size, stop - start, covered)
             if mask is not None:
                 mask_logits_(logits, mask)
+                del mask  # a bias is as large as the logits
             attention = torch.softmax(logits, dim=-1)
             if seen.observed_BW is not None:
                 # A pad's query may see nothing at all; its row is NaN and must not vote.

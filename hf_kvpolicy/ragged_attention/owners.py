@@ -55,7 +55,7 @@ def attend_owners(
                 query_O[owner],
                 keys_1HND.narrow(2, start, rows),
                 values_1HND.narrow(2, start, rows),
-                attn_mask=None if masks is None else _folded(masks[owner], sharing, query_BQTD.dtype),
+                attn_mask=None if masks is None else _folded(masks[owner], sharing, query_BQTD),
                 dropout_p=dropout,
                 scale=scaling,
             )
@@ -98,11 +98,11 @@ def _attend_buckets(
     return outputs
 
 
-def _folded(mask: Tensor | None, sharing: int, dtype: torch.dtype) -> Tensor | None:
+def _folded(mask: Tensor | None, sharing: int, like: Tensor) -> Tensor | None:
     """Return what SDPA takes: of a bias, heads folded as their queries are."""
     if mask is None or mask.dtype is torch.bool:
         return mask
-    return mask.to(dtype).reshape(1, sharing, mask.shape[0] * mask.shape[1] // sharing, mask.shape[2])
+    return mask.to(like).reshape(1, sharing, mask.shape[0] * mask.shape[1] // sharing, mask.shape[2])
 
 
 def _stacked(masks: Sequence[Tensor | None], view: RaggedView) -> Tensor:

@@ -64,7 +64,7 @@ def _attend(
         if mask_Tn is not None and mask_Tn.dtype is torch.bool:
             logits_GTn = logits_GTn.masked_fill(~mask_Tn, float("-inf"))
         elif mask_Tn is not None:
-            logits_GTn = logits_GTn + mask_Tn
+            logits_GTn = logits_GTn + mask_Tn.to(logits_GTn.device)
         weights_GTn = logits_GTn.softmax(-1, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
         if mask_Tn is not None:  # a query that sees nothing has no softmax: its output is zero
             weights_GTn = weights_GTn.masked_fill(~shows(mask_Tn).any(-1, keepdim=True), 0.0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from families.alibi_models import MODELS, attached, backends_of
 from families.plain_decoder import PlainDecoder
-from helpers import drops_tokens, forward, kept_positions, policy_units, prompt, small_options
+from helpers import drops_tokens, forward, generate, kept_positions, policies, policy_units, prompt, small_options
 
 import hf_kvpolicy as kv
 
@@ -74,3 +74,20 @@ def test_local_and_original_positions_differ(name: str) -> None:
             forward(model, prompt(30), cache)
             seen.append(forward(model, prompt(1), cache))
     assert (seen[0] - seen[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("policy", policies(lossy=True))
+def test_generate_leaves_the_rows_that_were_asked_for(policy: str) -> None:
+    model, ids = attached("mpt_6_heads"), prompt(40)
+    options = options_for(model, policy, small_options(policy))
+    caches = [kv.make_cache(policy, model, **options) for _ in range(2)]
+    for cache, new in zip(caches, (1, 8), strict=True):
+        output = generate(model, ids, cache, new=new)
+        assert output.shape[1] == cache.get_seq_length() + 1 == 40 + new
+        cache.check_integrity()
+    after_prompt, after_answer = (sum(int(c.stored_rows(layer).sum()) for layer in range(2)) for c in caches)
+    asked = options["budget"] * 2 * 6
+    # Heads that need less take less; what is dropped at once may be more than is too much.
+    assert after_prompt <= asked if policy in ("fastgen", "scissorhands") else after_prompt == asked
+    grows = caches[1].composition.schedule in ("end_of_prefill", "in_prefill")
+    assert after_answer <= asked + (7 * 2 * 6 if grows else 0)

@@ -176,12 +176,14 @@ def test_falcon_stores_kv_heads_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("policy", ["snapkv", "streaming_llm", "adakv"])
+@pytest.mark.parametrize("policy", ["snapkv", "streaming_llm", "adakv", "held"])
 def test_saved_caches_go_on(name: str, policy: str, tmp_path: Path) -> None:
     model, ids = attached(name), prompt(24)
-    cache = kv.make_cache(policy, model, **small_options(policy))
+    held = {"chunked_prefill": "hold"} if policy == "held" else {}
+    policy = "snapkv" if held else policy
+    cache = kv.make_cache(policy, model, **small_options(policy), **held)
     with torch.no_grad():
-        for part in ids[:, :22].split([20, 1, 1], dim=1):
+        for part in ids[:, :22].split([10, 12] if held else [20, 1, 1], dim=1):
             forward(model, part, cache)
     cache.save_pretrained(tmp_path / "saved")
     loaded = kv.load_cache(tmp_path / "saved", model)

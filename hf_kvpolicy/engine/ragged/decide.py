@@ -173,10 +173,14 @@ class RaggedDecider(OwnerDecider):
         head: int,
     ) -> Tensor:
         """Return one owner's votes per query head, [G, n]."""
-        queries = None
+        queries = shown = None
         if queries_BQWD is not None and seen is not None:
-            queries = seen.of_owner(queries_BQWD, row, head, self._heads)
+            queries, shown = (
+                seen.of_owner(queries_BQWD, row, head, self._heads),
+                seen.seen(row, head, self._heads, table),
+            )
             workspace = 4 * keys_nD.shape[0] * (2 * queries.shape[1] * queries.shape[2] + keys_nD.shape[1])
+            workspace += shown.bias_bytes(1, queries.shape[1])
             self.workspace_bytes = max(self.workspace_bytes, workspace)
         observation = LayerObservation(
             layer=layer,
@@ -184,7 +188,7 @@ class RaggedDecider(OwnerDecider):
             observed_BW=None,
             keys_BHND=keys_nD[None, None],
             tokens_BMN=table.tokens_BMW,
-            visibility=None if seen is None else seen.seen(row, head, self._heads, table),
+            visibility=shown,
             scaling=1.0 if seen is None else seen.scaling,
             first_head=head,
         )
