@@ -6,26 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from families.alibi_models import MODELS, attached, backends_of
-from families.plain_decoder import PlainDecoder
 from helpers import drops_tokens, forward, generate, kept_positions, policies, policy_units, prompt, small_options
 
 import hf_kvpolicy as kv
 
+from ._alibi_models import KINDS, MODELS, attached, backends_of, options_for
+from ._plain_decoder import PlainDecoder
+
 ATOL = 2e-5
 # (tokens of each forward): a prompt, an answer, a second turn, an answer.
 FORWARDS = (17, 1, 1, 1, 1, 4, 1, 1)
-
-
-def options_for(model: Any, policy: str, options: dict[str, Any]) -> dict[str, Any]:
-    if policy != "headkv":
-        return options
-    geometry = kv.FullCache(model).geometry
-    table = [
-        [float((3 * layer + 2 * head) % 5) for head in range(geometry.num_kv_heads)]
-        for layer in range(geometry.num_layers)
-    ]
-    return options | {"profile": table}
 
 
 def follows_the_plain_decoder(model: Any, policy: str, options: dict[str, Any]) -> None:
@@ -58,10 +48,23 @@ def test_every_family(name: str, policy: str) -> None:
     follows_the_plain_decoder(attached(name), policy, small_options(policy))
 
 
+@pytest.mark.parametrize("policy", ["pyramidinfer", "fastgen", "keyformer"])
+@pytest.mark.parametrize("name", KINDS[1:])
+def test_policies_with_steps_of_their_own(name: str, policy: str) -> None:
+    follows_the_plain_decoder(attached(name), policy, small_options(policy))
+
+
 @pytest.mark.parametrize("policy", ["snapkv", "adakv"])
 @pytest.mark.parametrize("name", [name for name in MODELS if "eager" in backends_of(name)])
 def test_eager(name: str, policy: str) -> None:
     follows_the_plain_decoder(attached(name, "eager"), policy, small_options(policy))
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o", "adakv", "pyramidinfer"])
+def test_queries_in_blocks(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("step", "ragged.layers"):
+        monkeypatch.setattr(f"hf_kvpolicy.engine.{module}.MASK_BLOCK_ELEMENTS", 6 * 20 * 3)
+    follows_the_plain_decoder(attached("mpt_6_heads", "eager"), policy, small_options(policy))
 
 
 @pytest.mark.parametrize("name", MODELS)

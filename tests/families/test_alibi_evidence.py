@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from families.alibi_models import KINDS, MODELS, attached, backends_of, model_of
-from families.plain_decoder import PlainDecoder
 from helpers import assert_same_content, forward, kept_positions, left_padded, policies, prompt, small_options
 from reference.snapkv import pool
 from torch import Tensor
 
 import hf_kvpolicy as kv
+
+from ._alibi_models import KINDS, MODELS, attached, backends_of, model_of, options_for
+from ._plain_decoder import PlainDecoder
 
 LENGTHS = (14, 1, 1, 1)
 
@@ -91,8 +92,6 @@ def test_snapkv_votes_with_the_models_attention(name: str, mode: str) -> None:
 @pytest.mark.parametrize("policy", policies(lossy=True))
 @pytest.mark.parametrize("name", KINDS[:1])
 def test_padded_equals_solo(name: str, policy: str) -> None:
-    from families.test_alibi_eviction import options_for
-
     model = attached(name)
     options = options_for(model, policy, small_options(policy))
     prompts = [prompt(24), prompt(15, seed=1)]

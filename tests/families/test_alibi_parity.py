@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from families.alibi_models import KINDS, MODELS, attached, backends_of, model_of
 from helpers import dynamic_cache, forward, generate, greedy_loop, left_padded, neutral_cache, policies, prompt
 
 import hf_kvpolicy as kv
+
+from ._alibi_models import KINDS, MODELS, attached, backends_of, model_of
 
 RUNS = [(name, backend) for name in MODELS for backend in backends_of(name)]
 ATOL = 1e-5

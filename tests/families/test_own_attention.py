@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from families.alibi_models import KINDS, MODELS, attached, backends_of, model_of
 from helpers import (
     CACHE,
     assert_same_content,
@@ -27,6 +26,8 @@ from transformers import BloomConfig
 import hf_kvpolicy as kv
 from hf_kvpolicy.replay import can_replay
 from hf_kvpolicy.storage import DenseRows
+
+from ._alibi_models import KINDS, MODELS, attached, backends_of, model_of
 
 
 def own_state(model: Any) -> list[tuple[str, type, list[str], Any, int]]:

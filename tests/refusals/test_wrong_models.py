@@ -17,18 +17,7 @@ from helpers import (
     tiny,
 )
 from refusals.started import ATTACH, Started, make
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    FalconConfig,
-    FalconForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    MptConfig,
-    MptForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 import hf_kvpolicy as kv
 
@@ -122,19 +111,6 @@ def test_another_shape(name: str) -> None:
 def _unsupported() -> list[tuple[str, Callable[[], Any], str]]:
     return [
         ("gpt2", lambda: GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4)), "not supported"),
-        (
-            "bloom",
-            lambda: BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)),
-            "not supp",
-        ),
-        ("mpt", lambda: MptForCausalLM(MptConfig(vocab_size=97, d_model=32, n_layers=2, n_heads=4)), "not supported"),
-        (
-            "falcon",
-            lambda: FalconForCausalLM(
-                FalconConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
-            ),
-            "not supported",
-        ),
         (
             "t5",
             lambda: T5ForConditionalGeneration(

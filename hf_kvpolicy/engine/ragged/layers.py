@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...backends import MASK_BLOCK_ELEMENTS
 from ...frame import LayerStep
 from ...masks import MaskRecord
 from ...ragged_attention import admit_ragged, attend_ragged
@@ -111,11 +112,20 @@ class RaggedForward(Step):
         base = self.base(step.layer)
         view = self.buffers[step.layer].view(base, self.tail_after.width)
         visibility = self._masks(record)
-        masks = visibility.biased(base, visibility.masks(base))
+        masks = visibility.masks(base)
         if self.inputs.length == 1 and self.runtime.composition.carries_scores:
             # The arithmetic of a decode step, so that a token that waits for acceptance is the one that decodes.
-            return attend_one(query, view, masks, kwargs["scaling"])[0]
-        return attend_ragged(backend, query, view, masks, scaling=kwargs["scaling"], dropout=kwargs.get("dropout", 0.0))
+            return attend_one(query, view, visibility.biased(base, masks), kwargs["scaling"])[0]
+        options = {"scaling": kwargs["scaling"], "dropout": kwargs.get("dropout", 0.0)}
+        width = query.shape[2]
+        if self.alibi is not None:
+            width = max(1, MASK_BLOCK_ELEMENTS // (query.shape[0] * query.shape[1] * max(view.lengths)))
+        parts = []
+        for start in range(0, query.shape[2], width):
+            part = slice(start, start + width)
+            shown = visibility.biased(base, masks, part)
+            parts.append(attend_ragged(backend, query[:, :, part], view, shown, **options))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def candidates(self, layer: int, step: LayerStep | None = None) -> OwnerCandidates:
         """Return the rows of one layer among which is chosen; a first prompt's are those of its step."""

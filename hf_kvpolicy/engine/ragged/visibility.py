@@ -68,8 +68,13 @@ class RaggedVisibility:
             found.append(torch.cat([seen, tail], dim=1))
         return found
 
-    def biased(self, base: RaggedMap, masks: list[Tensor | None] | None) -> list[Tensor | None] | None:
-        """Return masks, in slot order, with what the family adds to logits, [G, T or 1, n] per owner."""
+    def biased(
+        self, base: RaggedMap, masks: list[Tensor | None] | None, part: slice = slice(None)
+    ) -> list[Tensor | None] | None:
+        """Return masks, in slot order, with what the family adds to logits, [G, T or 1, n] per owner.
+
+        Biases differ by head, so they are made for some of the queries (`part`) at a time.
+        """
         spec, tail = self._alibi, self._rows
         if spec is None:
             return masks
@@ -91,11 +96,11 @@ class RaggedVisibility:
         bias_GP = alibi_bias_of_owners(
             spec, positions_P, newest_B[row_O][owner_P], owner_P % base.heads, heads=base.heads
         )
-        parts = [part[:, None] for part in torch.split(bias_GP, counts, dim=1)]
+        biases = [bias_Gn[:, None] for bias_Gn in torch.split(bias_GP, counts, dim=1)]
         if masks is None:
-            return list(parts)
-        pairs = zip(parts, masks, strict=True)
-        return [part if mask is None else part.masked_fill(~mask, float("-inf")) for part, mask in pairs]
+            return list(biases)
+        pairs = zip(biases, masks, strict=True)
+        return [bias if mask is None else bias.masked_fill(~mask[part], float("-inf")) for bias, mask in pairs]
 
     def _tail_masks(self, tail: RowMap) -> list[Tensor | None]:
         allowed = self._record.allows(self._queries, tail.columns_BMW.long()[:, :, None, :])
