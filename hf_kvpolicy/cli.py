@@ -96,7 +96,7 @@ def generate(
             inputs = tokenizer(text, return_tensors="pt").to(device)
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         arguments: dict[str, Any] = {**inputs, cache_argument(): cache, "streamer": streamer}
-        loaded.model.generate(**arguments, max_new_tokens=max_new_tokens, do_sample=False)
+        loaded.model.generate(**arguments, max_new_tokens=max_new_tokens, do_sample=False, use_cache=True)
         typer.echo(f"\n{cache!r}\n{cache.ledger()}", err=True)
 
 

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 from ...attach import unwrap
 from ...compat import cache_argument, set_implementation
+from ...errors import UnsupportedModelError
 from ..generation import prefill
 
 __all__ = ["Reader"]
@@ -40,7 +41,11 @@ class Reader:
         """
         inner = unwrap(self._model)
         before = str(inner.config._attn_implementation)
-        set_implementation(inner, "eager")
+        if not set_implementation(inner, "eager"):
+            raise UnsupportedModelError(
+                f"{type(inner).__name__} keeps its own attention implementation ({before!r}), so what it attends to "
+                'cannot be read as it runs. Load the model with attn_implementation="eager".'
+            )
         try:
             found = self._model(
                 input_ids=torch.tensor([list(token_ids)], device=self._model.device),
