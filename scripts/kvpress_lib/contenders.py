@@ -26,8 +26,6 @@ class Press:
     one_token_at_a_time: bool = False
     # Whether the ratio is cut down to a whole number of rows; else a layer's own number is rounded.
     cuts_down: bool = True
-    # A press that masks rows and leaves them in the cache.
-    masks: bool = False
 
     def ratio(self, tokens: int, rows: int) -> float:
         """The compression ratio at which `rows` of `tokens` stay."""
@@ -147,5 +145,4 @@ def _adaptive_press(safeguard: float) -> Press:
         options={"window_size": WINDOW, "kernel_size": KERNEL},
         wrapper="AdaKVPress",
         wrapper_options={"alpha_safeguard": safeguard},
-        masks=True,
     )
