@@ -33,6 +33,8 @@ WORKLOAD = (
     "metric",
     "uses_chat_template",
     "template_sha256",
+    "template_preamble",
+    "added_bos_tokens",
     "prompts_sha256",
     "example_ids_sha256",
     "n",
@@ -99,7 +101,9 @@ PROVENANCE = ("evidence_class", "sweep_sha256", "run_sha256")
 KEYS = (*CHECKPOINT, *WORKLOAD, *POLICY, *ACHIEVED, *RUNTIME, *PROVENANCE)
 
 _UNRECORDED = "unrecorded"
+_DIFFERS = "differs within the cell"
 _OF_EXAMPLES = ("prompt_tokens", "distance_tokens")
+_OF_PROMPTS = ("template_preamble", "added_bos_tokens")
 
 
 def coordinates_of(rows: Sequence[Row], run: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -141,7 +145,7 @@ def _of_place(rows: Sequence[Row], run: Mapping[str, Any]) -> dict[str, Any]:
     found["prefill_run"] = ["own" if timing.selection_s is None else "shared" for timing in timed]
     found["versions"] = [{key: value for key, value in place.items() if key not in named} for place in places]
     return {
-        key: values[0] if all(value == values[0] for value in values) else "differs within the cell"
+        key: values[0] if all(value == values[0] for value in values) else _DIFFERS
         for key, values in found.items()
         if key in RUNTIME and values
     }
@@ -162,6 +166,10 @@ def _of_workload(rows: Sequence[Row], run: Mapping[str, Any]) -> dict[str, Any]:
         found["prompts_sha256"] = sha256_of([example["prompt_sha256"] for example in examples])
     if all("metric" in example for example in examples):
         found["metric"] = ", ".join(sorted({example["metric"] for example in examples}))
+    for key in _OF_PROMPTS:
+        values = {example.get(key) for example in examples}
+        if None not in values:
+            found[key] = values.pop() if len(values) == 1 else _DIFFERS
     for key in _OF_EXAMPLES:
         if all(key in example for example in examples):
             found[key] = _span([example[key] for example in examples])

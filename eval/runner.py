@@ -21,6 +21,7 @@ from .engine import CacheBuilder
 from .model_loading import LoadedModel
 from .policy_coordinates import policy_coordinates
 from .progress import Progress
+from .prompt_ids import check_prompt_ids
 from .prompting import EncodedPrompt, PromptEncoder
 from .records import Row
 from .run_directory import RunDirectory
@@ -140,7 +141,7 @@ class SweepWorker:
         @functools.cache
         def encode(query_aware: bool) -> EncodedPrompt:
             # Every cell asks for it; a long text is tokenised once.
-            return self.encoder.encode(example, query_aware=query_aware)
+            return self.encoded(example, query_aware=query_aware)
 
         for entry in opened.planned:
             row_key = sha256_of([entry.key, example.example_id])[:16]
@@ -159,6 +160,16 @@ class SweepWorker:
             elif row.quality is not None:
                 listener.scored(entry.cell.label, row.quality.score)
         return outcome
+
+    def encoded(self, example: Example, *, query_aware: bool) -> EncodedPrompt:
+        """The prompt of an example, checked against its text.
+
+        Raises:
+            ConfigError: it has a token that its text does not have.
+        """
+        found = self.encoder.encode(example, query_aware=query_aware)
+        check_prompt_ids(self.loaded.tokenizer, example, found)
+        return found
 
     def _run_record(self) -> dict[str, Any]:
         return {
@@ -263,7 +274,7 @@ def _row(
     cell = entry.cell
     with_context = encode(cell.query_aware)
     asked = without_context(example) if cell.policy == NO_CONTEXT else example
-    encoded = with_context if asked is example else worker.encoder.encode(asked, query_aware=cell.query_aware)
+    encoded = with_context if asked is example else worker.encoded(asked, query_aware=cell.query_aware)
     blank = Row(
         row_key=row_key,
         cell_key=entry.key,
@@ -324,6 +335,8 @@ def _example_record(example: Example, encoded: EncodedPrompt) -> dict[str, Any]:
         "answers": list(example.answers),
         "prompt_tokens": len(encoded.token_ids),
         "prompt_sha256": encoded.sha256,
+        "template_preamble": encoded.template_preamble,
+        "added_bos_tokens": encoded.added_bos_tokens,
         "segments": len(encoded.segment_ends),
         "truncated": example.dropped_tokens > 0,
         "dropped_tokens": example.dropped_tokens,
