@@ -70,6 +70,7 @@ def report(
                 f"There is no folder {str(source)!r}. Give the folder that `kvpolicy eval run` wrote, or a file that "
                 "`kvpolicy eval pack` wrote."
             )
+        from .canary import canary_note
         from .report import FILES, write_report
         from .results import open_run, summaries_of
         from .terminal import print_tables
@@ -77,6 +78,8 @@ def report(
         opened, into = open_run(source), source if out is None and source.is_dir() else out
         if into is not None:
             into.mkdir(parents=True, exist_ok=True)
+        for canary in opened.read_run().get("canaries", {}).values():
+            typer.echo(canary_note(canary))
         print_tables(summaries_of(opened) if into is None else write_report(opened, into))
         if into is not None:
             typer.echo("written: " + ", ".join(str(into / name) for name in FILES))

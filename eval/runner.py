@@ -15,6 +15,7 @@ from ..cache import PolicyCache
 from ..contract.canonical import sha256_of
 from ..errors import KVPolicyError
 from . import acting, cells, environment, outcomes
+from .canary import canary_warning, run_canary
 from .cells import Cell
 from .dense_prompts import DensePrompts
 from .engine import CacheBuilder
@@ -105,6 +106,7 @@ class SweepWorker:
 
         Raises:
             ConfigError: the folder belongs to another model, or its rows ran elsewhere.
+            IntegrityError: the canary, run first in every environment of the folder, found a fault.
         """
         torch.set_num_threads(config.threads)
         self.config, self.loaded, self.directory, self.build = config, loaded, directory, build_cache
@@ -119,6 +121,7 @@ class SweepWorker:
             environment.check_same(place, directory.environments().values())
         directory.begin(self._run_record())
         directory.add_environment(self.environment, place)
+        self.canary = self._canary()
         self._cells = self._open_cells()
         self._point: _OpenPoint | None = None
         self.find_done()
@@ -169,6 +172,14 @@ class SweepWorker:
         """
         found = self.encoder.encode(example, query_aware=query_aware)
         check_prompt_ids(self.loaded.tokenizer, example, found)
+        return found
+
+    def _canary(self) -> dict[str, Any]:
+        """What the full cache answers in this environment, asked once a folder."""
+        found = self.directory.canary(self.environment)
+        if found is None:
+            found = run_canary(self.loaded, self.encoder, self.build, share=self.config.share_prefill)
+            self.directory.add_canary(self.environment, found)
         return found
 
     def _run_record(self) -> dict[str, Any]:
@@ -247,8 +258,11 @@ def run_part(
 ) -> RunOutcome:
     """Run one part of every cell's examples, in order, and say how far it is; see `run_sweep`."""
     outcome = RunOutcome()
-    warning = environment.oversubscription_warning(worker.config.threads, worker.jobs)
-    if warning:
+    warnings = (
+        environment.oversubscription_warning(worker.config.threads, worker.jobs),
+        canary_warning(worker.canary),
+    )
+    for warning in filter(None, warnings):
         say(f"warning: {warning}")
     numbers = [range(point.request.num_examples)[slice(part[0] - 1, limit, part[1])] for point in worker.points]
     progress = Progress(say, [len(each) for each in numbers])

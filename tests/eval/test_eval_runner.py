@@ -288,6 +288,7 @@ def test_rows_of_another_environment_are_not_mixed_unless_asked(loaded: LoadedMo
 def test_progress_is_a_line_an_example_and_one_a_cell(loaded: LoadedModel, tmp_path: Path) -> None:
     said: list[str] = []
     run_sweep(config(), loaded, RunDirectory(tmp_path), fake_builder, say=said.append)
+    assert said.pop(0).startswith("warning: Canary")
     assert [line.partition(", about")[0] for line in said[:2]] == [
         "needle_single_noise 600 tokens: example 1 of 2",
         "needle_single_noise 600 tokens: example 2 of 2",
