@@ -25,7 +25,7 @@ _INTERRUPTED = 130
 
 @app.command()
 def run(
-    sweep: Annotated[Path, typer.Argument(help="Sweep file, or the name of a shipped one, such as needle_ci.")],
+    sweep: Annotated[Path, typer.Argument(help="Sweep file, or the name of a shipped one, such as smoke.")],
     out: Annotated[Path | None, typer.Option(help="Folder for the results; finished rows in it are kept.")] = None,
     model: Annotated[str | None, typer.Option(help="Model name or folder instead of the sweep's.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most N examples a cell.")] = None,
