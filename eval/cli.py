@@ -137,11 +137,12 @@ def errors_as_exit_codes() -> Iterator[None]:
 def _check(config: SweepConfig) -> None:
     """Everything that can be refused without a model: policy names, their options, the grids of the tasks."""
     from .cells import task_points
-    from .engine import check_policies
+    from .engine import check_policies, check_takes_budget
 
     list(task_points(config))
     asked = [policy for policy in config.policies if policy.name != NO_CONTEXT]
     check_policies((policy.name, [*policy.options, *policy.grid]) for policy in asked)
+    check_takes_budget(name for policy in asked for name in policy.matched)
 
 
 def _parse_part(text: str) -> tuple[int, int]:
@@ -160,7 +161,8 @@ def _print_plan(config: SweepConfig, limit: int | None) -> None:
         examples = min(point.request.num_examples, limit or point.request.num_examples)
         for cell in cells_at(config, point):
             where = f"{cell.task} {cell.length_tokens} tokens, {cell.label}, seed {cell.seed}"
-            typer.echo(f"{where}: {examples} examples")
+            pending = f", pending on {cell.source.label}" if cell.matched_to is not None else ""
+            typer.echo(f"{where}: {examples} examples{pending}")
             total_cells += 1
             total_tokens += examples * cell.length_tokens
     typer.echo(f"{total_cells} cells, about {total_tokens} tokens through the model")

@@ -77,6 +77,7 @@ ACHIEVED = (
     "prompt_rows_min",
     "prompt_rows_max",
     "final_rows_mean",
+    "rows_over_time_mean",
     "kept_ratio",
     "payload_bytes",
     "side_bytes",
@@ -113,7 +114,7 @@ def coordinates_of(rows: Sequence[Row], run: Mapping[str, Any]) -> Mapping[str, 
         **_of_run(run),
         **_of_place(rows, run),
         **_of_workload(rows, run),
-        **_of_policy(rows[0]),
+        **_of_policy(rows),
         **_achieved([row.cache for row in rows if row.cache is not None]),
         "run_sha256": run_sha256,
     }
@@ -176,9 +177,9 @@ def _of_workload(rows: Sequence[Row], run: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _of_policy(row: Row) -> dict[str, Any]:
-    """What the cell asks for, and what the cache declared where the row holds it."""
-    cell = row.cell
+def _of_policy(rows: Sequence[Row]) -> dict[str, Any]:
+    """What the cell asks for, and what its caches declared where the rows hold it."""
+    cell = rows[0].cell
     unit = "none" if cell["budget"] is None else parse_budget(cell["budget"]).kind
     asked = {
         "policy": cell["policy"],
@@ -187,10 +188,12 @@ def _of_policy(row: Row) -> dict[str, Any]:
         "budget_unit": unit,
         "budget_denominator": budget_denominator(unit),
     }
-    if row.cache is not None:
-        asked["manifest_sha256"] = row.cache.manifest_sha256
+    # Caches of one cell declare the same, but for the budgets of a cell that gets the rows of another.
+    manifests = sorted({row.cache.manifest_sha256 for row in rows if row.cache is not None})
+    if manifests:
+        asked["manifest_sha256"] = manifests[0] if len(manifests) == 1 else _DIFFERS
     # Rows of before policies were declared have none.
-    declared = row.policy
+    declared = rows[0].policy
     return {**asked, **{key: declared[key] for key in POLICY if key in declared}}
 
 
@@ -199,12 +202,14 @@ def _achieved(caches: Sequence[CacheRecord]) -> dict[str, Any]:
     if not caches:
         return {}
     means = ("final_rows_mean", "kept_ratio", "payload_bytes", "slack_bytes", "full_kv_bytes")
+    over_time = [cache.rows_over_time_mean for cache in caches if cache.rows_over_time_mean is not None]
     resident = _mean(cache.measured_bytes - cache.slack_bytes for cache in caches)
     return {
         "prompt_rows_mean": _mean(cache.prompt_rows_mean for cache in caches),
         "prompt_rows_min": min(cache.prompt_rows_min for cache in caches),
         "prompt_rows_max": max(cache.prompt_rows_max for cache in caches),
         **{name: _mean(getattr(cache, name) for cache in caches) for name in means},
+        **({"rows_over_time_mean": _mean(over_time)} if len(over_time) == len(caches) else {}),
         "resident_bytes": resident,
         "side_bytes": resident - _mean(cache.payload_bytes for cache in caches),
         "transient_peak_bytes": max(cache.transient_peak_bytes for cache in caches),

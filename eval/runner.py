@@ -14,7 +14,7 @@ import torch
 from ..cache import PolicyCache
 from ..contract.canonical import sha256_of
 from ..errors import KVPolicyError
-from . import acting, cells, environment, outcomes
+from . import acting, cells, environment, matching, outcomes
 from .canary import canary_warning, run_canary
 from .cells import Cell
 from .dense_prompts import DensePrompts
@@ -70,6 +70,8 @@ class _PlannedCell:
 
     cell: Cell
     key: str
+    # Of the cell whose rows it gets; its own where it gets none.
+    source_key: str
     # Of all examples of the task point, so that all parts of a run agree.
     prompt_tokens: list[int]
     refused: bool = False
@@ -128,7 +130,8 @@ class SweepWorker:
 
     def find_done(self) -> None:
         """Read which rows are there. A failed one is tried again: what failed may have been repaired."""
-        self.done = {row.row_key for row in self.directory.rows() if row.status in outcomes.DONE}
+        rows = self.directory.rows()
+        self.done = {row.row_key: matching.finished(row) for row in rows if row.status in outcomes.DONE}
 
     def run(self, point: int, number: int, listener: Listener) -> RunOutcome:
         """Run the `number`-th example of the `point`-th task point; every row is on disk when this returns.
@@ -147,7 +150,7 @@ class SweepWorker:
             return self.encoded(example, query_aware=query_aware)
 
         for entry in opened.planned:
-            row_key = sha256_of([entry.key, example.example_id])[:16]
+            row_key = _row_key(entry.key, example)
             if row_key in self.done:
                 outcome.skipped += 1
                 continue
@@ -160,7 +163,9 @@ class SweepWorker:
                 outcome.failed += 1
                 entry.refused = True
                 listener.failed(entry.cell.label, f"{row.status} ({row.reason})")
-            elif row.quality is not None:
+                continue
+            self.done[row_key] = matching.finished(row)
+            if row.quality is not None:
                 listener.scored(entry.cell.label, row.quality.score)
         return outcome
 
@@ -217,7 +222,13 @@ class SweepWorker:
             self.directory.save_examples(name, to_dataset(examples).to_pandas().to_json(orient="records", lines=True))
             prompt_tokens = [len(self.encoder.encode(example).token_ids) for example in examples]
             planned = [
-                _PlannedCell(cell=cell, key=key, prompt_tokens=prompt_tokens) for cell, key in self._cells[index]
+                _PlannedCell(
+                    cell=cell,
+                    key=key,
+                    source_key=cell.source.key(self.identity_sha256),
+                    prompt_tokens=prompt_tokens,
+                )
+                for cell, key in self._cells[index]
             ]
             self._point = _OpenPoint(index=index, task=task, examples=examples, planned=planned)
         return self._point
@@ -285,7 +296,7 @@ def _row(
     dense: DensePrompts,
     encode: Callable[[bool], EncodedPrompt],
 ) -> Row:
-    cell = entry.cell
+    cell, source = entry.cell, worker.done.get(_row_key(entry.source_key, example))
     with_context = encode(cell.query_aware)
     asked = without_context(example) if cell.policy == NO_CONTEXT else example
     encoded = with_context if asked is example else worker.encoded(asked, query_aware=cell.query_aware)
@@ -298,16 +309,17 @@ def _row(
         environment=worker.environment,
     )
     if entry.equals_full is None:
-        entry.equals_full = _equals_full(worker, entry)
+        entry.equals_full = matching.source_equals_full(source) if cell.matched_to else _equals_full(worker, entry)
     if entry.equals_full:
         # Neither a result of the policy nor a failure of it.
         reason, equal = "the budget takes nothing from any prompt", str(outcomes.Outcome.EQUALS_FULL)
         return dataclasses.replace(blank, status=outcomes.EQUALS_FULL, outcome=equal, reason=reason)
     try:
-        cache = worker.build(cell)
-        declared = policy_coordinates(cache) if isinstance(cache, PolicyCache) else {}
+        budgeted = matching.with_budget(cell, source)
+        cache = worker.build(budgeted)
+        declared = matching.declared_of(cell, policy_coordinates(cache)) if isinstance(cache, PolicyCache) else {}
         trial = run_trial(
-            worker.loaded, cell, asked, encoded, cache, metric=task.metric, dense=dense, beside=with_context
+            worker.loaded, budgeted, asked, encoded, cache, metric=task.metric, dense=dense, beside=with_context
         )
     except Exception as error:  # a failing cell is a result, and the sweep goes on
         return dataclasses.replace(
@@ -326,6 +338,10 @@ def _row(
             policy=declared,
         )
     return dataclasses.replace(blank, quality=trial.quality, cache=trial.cache, timing=trial.timing, policy=declared)
+
+
+def _row_key(cell_key: str, example: Example) -> str:
+    return sha256_of([cell_key, example.example_id])[:16]
 
 
 def _equals_full(worker: SweepWorker, entry: _PlannedCell) -> bool:

@@ -12,6 +12,7 @@ from eval_fakes import tiny_loaded
 from typer.testing import CliRunner
 
 from hf_kvpolicy import available_policies
+from hf_kvpolicy.eval.cells import Cell
 from hf_kvpolicy.eval.cli import app
 from hf_kvpolicy.eval.records import Row
 from hf_kvpolicy.eval.run_directory import RunDirectory
@@ -36,18 +37,25 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
 
 
 def asked_rows(row: Row) -> int:
-    """The budget in rows of one layer and head, read off by hand."""
+    """The budget in rows of one layer and head, read off by hand; of a matched cell as its record has it."""
     budget = row.cell["budget"]
+    if "matched_to" in row.cell:
+        assert row.cache is not None
+        assert row.cache.budget_rows is not None
+        return row.cache.budget_rows
     return budget if isinstance(budget, int) else int(budget * row.example["prompt_tokens"])
 
 
 def test_it_has_every_policy_at_every_budget(rows: list[Row]) -> None:
     config = load_sweep(Path("smoke"))
     assert {policy.name for policy in config.policies} == set(available_policies())
-    cells = {(row.cell["policy"], row.cell["budget"]) for row in rows}
+    cells = {(row.cell["policy"], row.cell["budget"]) for row in rows if "matched_to" not in row.cell}
     bounded = set(available_policies()) - {"full", "fastgen"}
     assert cells == {("full", None), ("fastgen", None)} | {(name, budget) for name in bounded for budget in (64, 0.5)}
-    assert len(rows) == 2 * len(cells)
+    matched = {Cell(**row.cell).label for row in rows if "matched_to" in row.cell}
+    sources = ("scissorhands @ 64", "scissorhands @ 0.5", "fastgen(recovery=0.5)")
+    assert matched == {f"{name} @ rows of {source}" for name in ("random", "sliding_window") for source in sources}
+    assert len(rows) == 2 * len(cells) + 2 * len(matched)
     assert {row.status for row in rows} == {"ok"}
 
 
@@ -84,3 +92,18 @@ def test_every_cell_holds_what_it_should_after_the_answer(rows: list[Row]) -> No
             # Full after the prompt: the first token of the answer makes room for more than itself.
             expected = budget - int(DROP_RATIO * budget) + steps
         assert cache.final_rows_mean == expected, row.cell
+        # After the prompt, then after each of the answer's tokens but the last.
+        held = [budget, *(expected - steps + step for step in range(1, steps + 1))]
+        held = [budget] * (steps + 1) if policy in REPLACES else held
+        assert cache.rows_over_time_mean == pytest.approx(sum(held) / len(held)), row.cell
+
+
+def test_matched_cells_have_the_rows_their_sources_held(rows: list[Row]) -> None:
+    found = {(Cell(**row.cell).label, row.example["id"]): row for row in rows}
+    matched = [row for row in rows if "matched_to" in row.cell]
+    assert len(matched) == 12
+    for row in matched:
+        source = found[Cell(**row.cell).source.label, row.example["id"]].cache
+        assert source is not None
+        assert source.rows_over_time_mean is not None
+        assert abs(asked_rows(row) - source.rows_over_time_mean) <= 0.5
