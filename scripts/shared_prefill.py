@@ -4,7 +4,8 @@ The parts of an example: one prefill with `DynamicCache`, and for every cell its
 the likelihood of the gold answer and the greedy answer. What a sweep takes beyond them is the harness: keeping the
 prompt for replay, measuring rows and bytes, the full cache's own distribution, records.
 
-All three run on every example, in an order that rotates; ratios are taken within an example.
+All three run on every example, in an order that rotates; ratios are taken within an example. CPU time of the process is
+taken beside wall time: with one thread it is what wall time would be on an idle machine.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from bench_lib.report import Measure, environment, print_report, write_json
@@ -40,6 +41,25 @@ TARGET = 1.15
 POLICIES = ["streaming_llm", "random", "snapkv", "pyramidkv", "adakv", "h2o"]
 
 
+class Seconds(NamedTuple):
+    """Time by two clocks."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def now(cls) -> Seconds:
+        """What both clocks show."""
+        return cls(time.perf_counter(), time.process_time())
+
+    def plus(self, begin: Seconds, end: Seconds) -> Seconds:
+        """This, and the time between two moments."""
+        return Seconds(self.wall + end.wall - begin.wall, self.cpu + end.cpu - begin.cpu)
+
+
+NONE = Seconds(0.0, 0.0)
+
+
 class Quiet:
     """Hears nothing but failures, after which a time means nothing."""
 
@@ -59,28 +79,28 @@ class Parts:
         self._build = EngineBuilder(loaded.model, loaded.tokenizer)
         self._stop_ids = generation.end_of_text_ids(loaded.model, loaded.tokenizer)
 
-    def seconds(self, encoded: EncodedPrompt, captured: CapturedPrompt) -> dict[str, float]:
+    def seconds(self, encoded: EncodedPrompt, captured: CapturedPrompt) -> dict[str, Seconds]:
         """One prefill, and the sums over cells of selecting and of decoding."""
-        begin = time.perf_counter()
+        begin = Seconds.now()
         generation.prefill(self._model, encoded.segments, DynamicCache(config=self._model.config))
-        found = {"prefill_s": time.perf_counter() - begin, "selection_s": 0.0, "decode_s": 0.0}
+        found = {"prefill": NONE.plus(begin, Seconds.now()), "selection": NONE, "decode": NONE}
         for cell in self._cells:
             cache = self._build(cell)
             if not can_replay(cache):
                 raise SystemExit(f"error: {cell.policy} runs its own prefill. Leave it out with --policies.")
             own = replace(captured, evidence=type(captured.evidence)())
-            begin = time.perf_counter()
+            begin = Seconds.now()
             replay_prompt(cache, self._model, own)
-            selected = time.perf_counter()
+            selected = Seconds.now()
             prefilled = generation.Prefilled(cache=cache, next_logits=captured.next_logits_BV[0], seconds=0.0)
             generation.score_answer(self._model, generation.fork(prefilled), encoded.answer_ids)
             generation.greedy_decode(self._model, prefilled, cell.max_new_tokens, self._stop_ids)
-            found["selection_s"] += selected - begin
-            found["decode_s"] += time.perf_counter() - selected
+            found["selection"] = found["selection"].plus(begin, selected)
+            found["decode"] = found["decode"].plus(selected, Seconds.now())
         return found
 
 
-def rounds_of(loaded: LoadedModel, document: Mapping[str, Any], folder: Path) -> list[dict[str, float]]:
+def rounds_of(loaded: LoadedModel, document: Mapping[str, Any], folder: Path) -> list[dict[str, Seconds]]:
     """Seconds of every example but the first, with which everything warms up."""
     workers = {
         name: SweepWorker(
@@ -89,9 +109,9 @@ def rounds_of(loaded: LoadedModel, document: Mapping[str, Any], folder: Path) ->
             RunDirectory(folder / name),
             EngineBuilder(loaded.model, loaded.tokenizer),
         )
-        for name, share in (("shared_s", True), ("run_a_cell_s", False))
+        for name, share in (("shared", True), ("run a cell", False))
     }
-    shared = workers["shared_s"]
+    shared = workers["shared"]
     point = shared.points[0]
     examples = make_task(point.task.name, point.task.params).examples(point.request, shared.encoder)
     parts = Parts(loaded, list(cells_at(shared.config, point)))
@@ -101,24 +121,24 @@ def rounds_of(loaded: LoadedModel, document: Mapping[str, Any], folder: Path) ->
     found = []
     for number, example in enumerate(examples[1:], start=1):
         encoded = shared.encoded(example, query_aware=True)
-        seconds: dict[str, float] = {}
+        seconds: dict[str, Seconds] = {}
         ways = [*workers, "parts"]
         for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
             if way == "parts":
                 seconds |= parts.seconds(encoded, capture(loaded, encoded))
             else:
                 seconds[way] = timed(workers[way], number)
-        shown = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
+        shown = ", ".join(f"{name} {value.wall:.1f} s ({value.cpu:.1f} of CPU)" for name, value in seconds.items())
         print(f"example {number}: {shown}", file=sys.stderr, flush=True)
         found.append(seconds)
     return found
 
 
-def timed(worker: SweepWorker, number: int) -> float:
+def timed(worker: SweepWorker, number: int) -> Seconds:
     """Seconds that a worker takes for an example."""
-    begin = time.perf_counter()
+    begin = Seconds.now()
     worker.run(0, number, Quiet())
-    return time.perf_counter() - begin
+    return NONE.plus(begin, Seconds.now())
 
 
 def capture(loaded: LoadedModel, encoded: EncodedPrompt) -> CapturedPrompt:
@@ -126,23 +146,31 @@ def capture(loaded: LoadedModel, encoded: EncodedPrompt) -> CapturedPrompt:
     return capture_prompt(loaded.model, torch.tensor([encoded.token_ids]))
 
 
-def measures_of(rounds: list[dict[str, float]], case: str) -> list[Measure]:
-    """The two ratios, with the seconds behind them."""
-    parts = [sum(seconds[name] for name in ("prefill_s", "selection_s", "decode_s")) for seconds in rounds]
-    shared, apart = ([seconds[name] for seconds in rounds] for name in ("shared_s", "run_a_cell_s"))
+def measures_of(rounds: list[dict[str, Seconds]], case: str) -> list[Measure]:
+    """The two ratios by either clock, with the seconds behind them."""
+    found = []
+    for clock, target in (("wall", TARGET), ("cpu", None)):
+        taken = {name: [getattr(seconds[name], clock) for seconds in rounds] for name in rounds[0]}
+        parts = [sum(each) for each in zip(taken["prefill"], taken["selection"], taken["decode"], strict=True)]
+        above, gain = ratios(taken["shared"], parts), ratios(taken["run a cell"], taken["shared"])
+        details = {name: taken[name] for name in ("shared", "prefill", "selection", "decode")}
+        found += [
+            Measure("shared/parts", f"{clock}, {case}", median(above), "<=", target, {"ratios": above, **details}),
+            Measure(
+                "run a cell/shared",
+                f"{clock}, {case}",
+                median(gain),
+                ">=",
+                None,
+                {"ratios": gain, "run a cell": taken["run a cell"]},
+            ),
+        ]
+    return found
 
-    def ratio(over: list[float], under: list[float]) -> tuple[float, dict[str, Any]]:
-        ratios = [a / b for a, b in zip(over, under, strict=True)]
-        return median(ratios), {"total": sum(over) / sum(under), "ratios": ratios}
 
-    names = ("prefill_s", "selection_s", "decode_s")
-    seconds = {"parts s": sum(parts), **{name: [each[name] for each in rounds] for name in names}}
-    above, details = ratio(shared, parts)
-    gain, gain_details = ratio(apart, shared)
-    return [
-        Measure("shared/parts", case, above, "<=", TARGET, {**details, **seconds, "shared s": sum(shared)}),
-        Measure("run a cell/shared", case, gain, ">=", None, {**gain_details, "run a cell s": sum(apart)}),
-    ]
+def ratios(over: list[float], under: list[float]) -> list[float]:
+    """One an example."""
+    return [a / b for a, b in zip(over, under, strict=True)]
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("evaluate")
 
 from eval_fakes import tiny_loaded
-from shared_prefill import Parts, capture, measures_of, rounds_of
+from shared_prefill import Parts, Seconds, capture, measures_of, rounds_of
 
 from hf_kvpolicy.eval.cells import Cell
 from hf_kvpolicy.eval.prompting import PromptEncoder
@@ -31,9 +31,9 @@ def test_every_example_but_the_first_is_run_in_all_three_ways(tmp_path: Path) ->
     rounds = rounds_of(tiny_loaded(), DOCUMENT, tmp_path)
     assert len(rounds) == 2
     for seconds in rounds:
-        assert set(seconds) == {"shared_s", "run_a_cell_s", "prefill_s", "selection_s", "decode_s"}
-        assert min(seconds.values()) > 0
-    shared, apart = (RunDirectory(tmp_path / name).rows() for name in ("shared_s", "run_a_cell_s"))
+        assert set(seconds) == {"shared", "run a cell", "prefill", "selection", "decode"}
+        assert all(value.wall > 0 and value.cpu > 0 for value in seconds.values())
+    shared, apart = (RunDirectory(tmp_path / name).rows() for name in ("shared", "run a cell"))
     assert (len(shared), len(apart)) == (3 * 3, 2 * 3)
     assert {row.status for row in (*shared, *apart)} == {"ok"}
     assert {row.timing.selection_s is None for row in shared if row.timing} == {False}
@@ -41,15 +41,14 @@ def test_every_example_but_the_first_is_run_in_all_three_ways(tmp_path: Path) ->
 
 
 def test_ratios_are_taken_within_an_example() -> None:
-    rounds = [
-        {"shared_s": 11.0, "run_a_cell_s": 55.0, "prefill_s": 4.0, "selection_s": 1.0, "decode_s": 5.0},
-        {"shared_s": 24.0, "run_a_cell_s": 72.0, "prefill_s": 8.0, "selection_s": 2.0, "decode_s": 10.0},
-    ]
-    above, gain = measures_of(rounds, "case")
-    assert above.value == pytest.approx((1.1 + 1.2) / 2)
-    assert above.met
-    assert above.details["total"] == pytest.approx(35 / 30)
-    assert (gain.value, gain.target) == (pytest.approx(4.0), None)
+    names = ("shared", "run a cell", "prefill", "selection", "decode")
+    walls = ((11.0, 55.0, 4.0, 1.0, 5.0), (24.0, 72.0, 8.0, 2.0, 10.0))
+    rounds = [{name: Seconds(wall, wall / 2) for name, wall in zip(names, each, strict=True)} for each in walls]
+    above, gain, cpu_above, cpu_gain = measures_of(rounds, "case")
+    assert above.details["ratios"] == pytest.approx([1.1, 1.2])
+    assert above.value == cpu_above.value == pytest.approx(1.15)
+    assert gain.value == cpu_gain.value == pytest.approx(4.0)
+    assert (above.target, gain.target, cpu_above.target) == (1.15, None, None)
 
 
 def test_a_policy_that_runs_its_own_prefill_is_refused() -> None:
