@@ -92,8 +92,8 @@ def attend_with_logits(
     logits = grouped_logits(query_BQ1D, keys_BSND, mask_BMTN, scaling, dtype=wide)
     attention = torch.softmax(logits, dim=-1)
     batch, stored, size, _, rows = logits.shape
-    weights = attention.view(batch, stored, size, rows).to(values_BSND.dtype)
-    output = torch.matmul(weights, values_BSND).reshape(batch, 1, stored * size, -1)
+    weights = attention.view(batch * stored, size, rows).to(values_BSND.dtype)
+    output = torch.bmm(weights, values_BSND.flatten(0, 1)).view(batch, 1, stored * size, -1)
     return output, logits.float(), attention.float()
 
 
@@ -108,8 +108,9 @@ def grouped_logits(
     """Return scaled logits [B, S, G, T, N], -inf where a query does not see a row; masks as in `mask_logits_`."""
     batch, heads, tokens, dim = query_BQTD.shape
     stored, rows = keys_BSND.shape[1], keys_BSND.shape[2]
-    folded = query_BQTD.reshape(batch, stored, heads // stored * tokens, dim).to(dtype) * scaling
-    logits = torch.matmul(folded, keys_BSND.to(dtype).transpose(2, 3))
+    folded = query_BQTD.reshape(batch * stored, heads // stored * tokens, dim).to(dtype) * scaling
+    # One plain product: a general one makes more calls, and those are what a decode step of a small model waits for.
+    logits = torch.bmm(folded, keys_BSND.to(dtype).flatten(0, 1).transpose(1, 2))
     logits = logits.view(batch, stored, heads // stored, tokens, rows)
     if mask_BMTN is not None:
         mask_logits_(logits, mask_BMTN)

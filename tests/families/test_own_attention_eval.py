@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from helpers import prompt
@@ -9,7 +12,6 @@ from helpers import prompt
 import hf_kvpolicy as kv
 from hf_kvpolicy.eval.calibration.attention import Reader
 from hf_kvpolicy.eval.dense_prompts import DensePrompts
-from hf_kvpolicy.eval.prompting import EncodedPrompt
 
 from ._alibi_models import KINDS, attached, model_of
 
@@ -17,7 +19,7 @@ from ._alibi_models import KINDS, attached, model_of
 @pytest.mark.parametrize("name", KINDS)
 def test_every_cache_runs_its_own_prompt(name: str) -> None:
     model, ids = attached(name), tuple(prompt(20)[0].tolist())
-    encoded = EncodedPrompt(token_ids=ids, answer_ids=(5, 6), segment_ends=(20,), sha256="")
+    encoded: Any = SimpleNamespace(segments=(ids,))
     shared, alone = (
         DensePrompts(model, share=share).prefill(encoded, kv.SnapKVCache(model, budget=8, window=3))
         for share in (True, False)

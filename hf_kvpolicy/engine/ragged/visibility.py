@@ -1,7 +1,7 @@
 """Masks of one forward over ragged rows: per owner, and none where every query sees every row.
 
 Letters: B batch rows, S stored heads, O owners, G query heads of one, T queries, W tail slots, N rows of all owners, n
-rows of one owner, P attended slots of all owners.
+rows of one owner, P attended slots of all owners, K slots that a map tells of.
 """
 
 from __future__ import annotations
@@ -78,17 +78,17 @@ class RaggedVisibility:
         spec, tail = self._alibi, self._rows
         if spec is None:
             return masks
-        rows_N, rows_BW = base.tokens_N, tail.tokens_BMW[:, 0]
+        rows_K, rows_BW = base.tokens_P, tail.tokens_BMW[:, 0]
         if spec.counts_pads:
-            rows_N, rows_BW = base.columns_N, tail.columns_BMW[:, 0]
-        owners, device = len(base.lengths), rows_N.device
+            rows_K, rows_BW = base.columns_P, tail.columns_BMW[:, 0]
+        owners, device = len(base.lengths), rows_K.device
         counts = [rows + self._width for rows in base.lengths]
-        lengths_O, counts_O = base.lengths_O.long(), torch.tensor(counts, device=device)
+        held_O, counts_O = base.lengths_O.long() + base.is_open, torch.tensor(counts, device=device)
         starts_O, row_O = counts_O.cumsum(0) - counts_O, torch.arange(owners, device=device) // base.heads
-        # Where each slot's row is known by its position: base rows in their slots, then the tail's behind.
+        # The position of the row in each slot: what the map says of its slots, then the tail's rows in theirs.
         positions_P = torch.zeros(sum(counts), dtype=torch.int64, device=device)
-        start_N = torch.repeat_interleave(starts_O, lengths_O, output_size=rows_N.shape[0])
-        positions_P[start_N + base.slots()] = rows_N.long()
+        moved_K = torch.repeat_interleave(starts_O - held_O.cumsum(0) + held_O, held_O, output_size=rows_K.shape[0])
+        positions_P[torch.arange(rows_K.shape[0], device=device) + moved_K] = rows_K.long()
         tail_OW = (starts_O + base.next_slots_O)[:, None] + torch.arange(self._width, device=device)
         positions_P[tail_OW] = rows_BW.long()[row_O]
         newest_B = rows_BW.long().masked_fill(~tail.live_BMW[:, 0], 0).amax(-1)
@@ -112,7 +112,7 @@ class RaggedVisibility:
 
     def _base_masks(self, base: RaggedMap) -> list[Tensor | None]:
         """Evaluate the rule once over the rows of all owners of the layer."""
-        columns_N = base.columns_N.long()
+        columns_N = base.ordered().columns_P.long()
         rows = base.batch_size
         per_row = [sum(base.lengths[b * base.heads : (b + 1) * base.heads]) for b in range(rows)]
         queries = [self._queries] * rows if self._queries.shape[0] == 1 else list(torch.split(self._queries, 1))

@@ -10,7 +10,7 @@ ALiBi no key moves: its bias is taken from those numbers, as in the paper's runs
 Deviations: eviction happens after attention, so a query attends to at most budget + 1 rows, itself included (as in the
 official perplexity loop). A prompt longer than the budget is attended in full once; the paper's demo makes room first.
 Not supported: `cache_local` on models whose rotation depends on the length (dynamic, longrope), or that have neither
-rotation nor ALiBi.
+rotation nor ALiBi; `on_append="append"` (the budget holds after every step).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from ...evidence import Recency
 from ...registry import register_policy
-from ..base import BudgetLike, ModelOrConfig, PolicyCache, compose
+from ..base import BudgetLike, ModelOrConfig, PolicyCache, bounded_only, compose
 
 __all__ = ["StreamingLLMCache"]
 
@@ -62,7 +62,7 @@ class StreamingLLMCache(PolicyCache):
             "unit": unit,
             "group": group,
             "protect": protect,
-            "on_append": on_append,
+            "on_append": bounded_only(on_append, "streaming_llm"),
             "chunked_prefill": chunked_prefill,
             "variant": variant,
             "fallback": fallback,
