@@ -67,7 +67,7 @@ class RaggedDecodeStep(RaggedForward):
         """Attend over every owner's own rows; output and evidence share one softmax. [B, 1, Q, D]."""
         base = self.base(step.layer)
         view, shown = self.buffers[step.layer].view(base, 1), self._shown(base, record)
-        masks = None if shown is None else [mask[None] for mask in shown]
+        masks: list[Tensor | None] | None = None if shown is None else [mask[None] for mask in shown]
         output, parts = attend_one(query, view, self._masks(record).biased(base, masks), self.scaling)
         # What is done after the last layer, for all at once, does not find its code and data gone from the caches.
         self._received[step.layer] = [part.detach() for part in parts]
