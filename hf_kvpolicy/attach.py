@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import lru_cache
+from types import MethodType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -43,7 +44,7 @@ def attach(model: _Model, backend: str | None = None) -> _Model:
     """
     inner = unwrap(model)
     config = text_config(inner.config)
-    patch = model_patch(inner.config if getattr(inner.config, "is_encoder_decoder", False) else config)
+    patch = model_patch(inner.config)
     if config.model_type in NAME_BRANCHING_MODEL_TYPES:
         raise UnsupportedModelError(
             f"{config.model_type!r} models compare the attention implementation with fixed names and would take "
@@ -58,10 +59,13 @@ def attach(model: _Model, backend: str | None = None) -> _Model:
             "it does not run through transformers' attention interface."
         )
     decoder = patch.decoder(inner)
-    stock_attention(BACKENDS[name], _first_attention(decoder))
+    stock_attention(BACKENDS[name], patch.attention(decoder))
     for module, hook in _places(inner, decoder):
         if not _hooks(module, hook):
             module.register_forward_pre_hook(hook, with_kwargs=True)
+    for method, function in patch.methods(config).items():
+        if hasattr(inner, method):
+            setattr(inner, method, MethodType(function, inner))
     return model
 
 
@@ -71,12 +75,14 @@ def detach(model: _Model) -> _Model:
     backend = backend_of(str(inner.config._attn_implementation))
     if backend is None:
         return model
-    patch = model_patch(text_config(inner.config))
+    patch = model_patch(inner.config)
     decoder = patch.decoder(inner)
     for module, hook in _places(inner, decoder):
         for key in _hooks(module, hook):
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
+    for method in patch.methods(inner.config):
+        inner.__dict__.pop(method, None)
     stop_pruning(decoder.modules())
     set_implementation(inner, backend)
     return model
@@ -104,7 +110,7 @@ def unwrap(model: torch.nn.Module) -> PreTrainedModel:
 
 
 def model_and_config(given: Any) -> tuple[Any, Any]:
-    """Return (model or None, config of its text decoder) of what a cache is made from.
+    """Return (model or None, its config) of what a cache is made from.
 
     Raises:
         ConfigError: it is neither a transformers model nor a config.
@@ -115,14 +121,7 @@ def model_and_config(given: Any) -> tuple[Any, Any]:
         model, config = given, unwrap(given).config
     else:
         raise ConfigError(f"A policy cache is made from a transformers model or config; got {type(given).__name__}.")
-    return model, config if getattr(config, "is_encoder_decoder", False) else text_config(config)
-
-
-def _first_attention(decoder: torch.nn.Module) -> torch.nn.Module:
-    for module in decoder.modules():
-        if getattr(module, "layer_idx", None) == 0 and hasattr(module, "num_key_value_groups"):
-            return module
-    raise UnsupportedModelError(f"{type(decoder).__name__} has no attention layer with a layer index.")
+    return model, config
 
 
 def _places(model: torch.nn.Module, decoder: torch.nn.Module) -> list[tuple[torch.nn.Module, Callable[..., Any]]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import transformers
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.masking_utils import (
     AttentionMaskInterface,
     causal_mask_function,
@@ -27,6 +27,7 @@ __all__ = [
     "mask_rule",
     "register_attention",
     "set_implementation",
+    "stock_layers",
     "transformers_version",
 ]
 
@@ -97,6 +98,11 @@ def mask_rule(window_tokens: int | None) -> Callable[..., Any]:
         causal_mask_function if window_tokens is None else sliding_window_causal_mask_function(window_tokens)
     )
     return rule
+
+
+def stock_layers(config: Any, numbers: Sequence[int]) -> tuple[Any, ...]:
+    """Return the empty cache layers that transformers itself would make for some layers of a model."""
+    return tuple(DynamicCache(config=config).layers[number] for number in numbers) if numbers else ()
 
 
 def transformers_version() -> str:

@@ -15,6 +15,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from .errors import ConfigError, UnsupportedModelError, did_you_mean
+from .unsupported import unsupported_because
 
 if TYPE_CHECKING:
     import torch
@@ -55,12 +56,20 @@ class ModelPatch(Protocol):
         """Return the decoder's layers in order; raise UnsupportedModelError where they cannot be told."""
         ...
 
+    def attention(self, decoder: torch.nn.Module) -> torch.nn.Module:
+        """Return the first layer's attention module; the family's eager function lies beside its class."""
+        ...
+
+    def methods(self, config: Any) -> Mapping[str, Callable[..., Any]]:
+        """Return methods that `attach` sets on the model itself and `detach` removes."""
+        ...
+
     def check(self, config: Any) -> None:
         """Raise UnsupportedModelError if this config is outside what the patch handles."""
         ...
 
-    def rotary(self, decoder: torch.nn.Module) -> RotarySpec:
-        """Return how keys are rotated; raise UnsupportedModelError where angles depend on the length."""
+    def rotary(self, decoder: torch.nn.Module, layers: Sequence[int]) -> RotarySpec:
+        """Return how keys of these layers are rotated; raise UnsupportedModelError where they cannot be moved."""
         ...
 
 
@@ -191,15 +200,14 @@ def model_patch(config: Any) -> ModelPatch:
     """Return the patch of a model's family.
 
     Raises:
-        UnsupportedModelError: the family has no patch, or this config is outside what the patch handles.
+        UnsupportedModelError: the model is of a kind that no policy serves, the family has no patch, or this config is
+            outside what the patch handles.
     """
     supported = supported_model_types()
     model_type = str(getattr(config, "model_type", type(config).__name__))
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{model_type!r} is an encoder-decoder model; policy caches serve decoder-only models. "
-            f"Supported families: {', '.join(supported)}."
-        )
+    reason = unsupported_because(config)
+    if reason is not None:
+        raise UnsupportedModelError(f"{model_type!r} {reason}. Supported families: {', '.join(supported)}.")
     if model_type not in _PATCHES:
         raise UnsupportedModelError(
             f"The model family {model_type!r} is not supported. Supported families: {', '.join(supported)}. "

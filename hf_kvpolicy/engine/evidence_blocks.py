@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..evidence import CarriedEvidence, QueryBlock
 from ..storage import RowMap
+from ..weighting import PLAIN, Weighting
 
 if TYPE_CHECKING:
     from .visibility import Visibility
@@ -30,6 +31,7 @@ __all__ = [
     "layers_at_once",
     "observe_queries",
     "query_clock",
+    "sinks_of",
     "workspace_bytes",
 ]
 
@@ -56,6 +58,7 @@ class SegmentQueries:
     view: RowMap
     visibility: Visibility
     scaling: float
+    weighting: Weighting = PLAIN
 
     def blocks(self, first: int, end: int, width: int) -> Iterator[tuple[slice, int, QueryBlock]]:
         """Yield the queries from `first` to `end`, `width` at a time: (which, rows that any of them sees, block)."""
@@ -69,27 +72,37 @@ class SegmentQueries:
                 QueryBlock(
                     layer=self.layer,
                     logits_BSGTN=grouped_logits(
-                        self.queries_BQTD[:, :, part], self.keys_BSND[:, :, :seen], mask, self.scaling
+                        self.queries_BQTD[:, :, part],
+                        self.keys_BSND[:, :, :seen],
+                        mask,
+                        self.scaling,
+                        weighting=self.weighting,
                     ),
                     query_tokens_BT=self.query_tokens_BT[:, part],
                     row_tokens_BMN=self.view.tokens_BMW[:, :, :seen],
                     real_BT=None if self.real_BT is None else self.real_BT[:, part],
                     clock_BT=self.clock_BT[:, part],
                     dtype=self.keys_BSND.dtype,
+                    sinks_BSG=sinks_of(self.weighting, self.keys_BSND.shape[1]),
                 ),
             )
 
 
 def attend_with_logits(
-    query_BQ1D: Tensor, keys_BSND: Tensor, values_BSND: Tensor, mask_BMTN: Tensor | None, scaling: float
+    query_BQ1D: Tensor,
+    keys_BSND: Tensor,
+    values_BSND: Tensor,
+    mask_BMTN: Tensor | None,
+    scaling: float,
+    weighting: Weighting = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attend with one decode query; return (output [B, 1, Q, D], logits and attention [B, S, G, 1, N] in fp32).
 
     The output has the model's precision: in fp64 the softmax is taken in fp64, in half precision in fp32.
     """
     wide = torch.promote_types(query_BQ1D.dtype, torch.float32)
-    logits = grouped_logits(query_BQ1D, keys_BSND, mask_BMTN, scaling, dtype=wide)
-    attention = torch.softmax(logits, dim=-1)
+    logits = grouped_logits(query_BQ1D, keys_BSND, mask_BMTN, scaling, dtype=wide, weighting=weighting)
+    attention = weighting.weights(logits)
     batch, stored, size, _, rows = logits.shape
     weights = attention.view(batch, stored, size, rows).to(values_BSND.dtype)
     output = torch.matmul(weights, values_BSND).reshape(batch, 1, stored * size, -1)
@@ -103,20 +116,26 @@ def grouped_logits(
     scaling: float,
     *,
     dtype: torch.dtype = torch.float32,
+    weighting: Weighting = PLAIN,
 ) -> Tensor:
-    """Return scaled logits [B, S, G, T, N], -inf where a query does not see a row.
+    """Return scaled (and capped) logits [B, S, G, T, N], -inf where a query does not see a row.
 
     A mask of fewer rows is about the newest ones; all queries see the rows before them.
     """
     batch, heads, tokens, dim = query_BQTD.shape
     stored, rows = keys_BSND.shape[1], keys_BSND.shape[2]
     folded = query_BQTD.reshape(batch, stored, heads // stored * tokens, dim).to(dtype) * scaling
-    logits = torch.matmul(folded, keys_BSND.to(dtype).transpose(2, 3))
+    logits = weighting.cap_(torch.matmul(folded, keys_BSND.to(dtype).transpose(2, 3)))
     logits = logits.view(batch, stored, heads // stored, tokens, rows)
     if mask_BMTN is not None:
         masked = logits[..., rows - mask_BMTN.shape[3] :]
         masked.masked_fill_(~mask_BMTN.unsqueeze(2), float("-inf"))
     return logits
+
+
+def sinks_of(weighting: Weighting, stored: int) -> Tensor | None:
+    """Return a layer's sinks as a block of queries has them, fp32 [1, S, G]."""
+    return None if weighting.sinks_Q is None else weighting.sinks_Q.float().view(1, stored, -1)
 
 
 def block_queries(batch: int, query_heads: int, rows: int) -> int:

@@ -80,7 +80,7 @@ class BlockDecodeStep(SharedSets, RaggedAppendStep):
         """Attend over every owner's own rows; output and evidence share one softmax. [B, 1, Q, D]."""
         base = self.base(step.layer)
         view = self.buffers[step.layer].view(base, self.tail_after.width)
-        output, parts = attend_one(query, view, self._masks(record).masks(base), kwargs["scaling"])
+        output, parts = attend_one(query, view, self._masks(record).masks(base), self.scaling, self.weighting)
         self._received[step.layer] = self._of_undecided(step.layer, [part.detach() for part in parts])
         # Keys in fp32 are a copy unless they are that already.
         copied = 0 if query.dtype == torch.float32 else sum(view.lengths) * query.shape[3]

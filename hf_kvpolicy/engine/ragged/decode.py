@@ -69,7 +69,7 @@ class RaggedDecodeStep(RaggedForward):
         base = self.base(step.layer)
         shown = self._shown(base, record)
         view, masks = self.buffers[step.layer].view(base, 1), None if shown is None else _by_slot(shown, base)
-        output, parts = attend_one(query, view, masks, self.scaling)
+        output, parts = attend_one(query, view, masks, self.scaling, self.weighting)
         with stored_tensors():
             self._received[step.layer] = torch.cat([_by_query_head(part.detach()) for part in parts], dim=1)
             self._seen[step.layer] = None if shown is None else torch.cat(shown)

@@ -113,8 +113,16 @@ class RaggedForward(Step):
         masks = self._masks(record).masks(base)
         if self.inputs.length == 1 and self.runtime.composition.carries_scores:
             # The arithmetic of a decode step, so that a token that waits for acceptance is the one that decodes.
-            return attend_one(query, view, masks, kwargs["scaling"])[0]
-        return attend_ragged(backend, query, view, masks, scaling=kwargs["scaling"], dropout=kwargs.get("dropout", 0.0))
+            return attend_one(query, view, masks, self.scaling, self.weighting)[0]
+        return attend_ragged(
+            backend,
+            query,
+            view,
+            masks,
+            scaling=self.scaling,
+            dropout=kwargs.get("dropout", 0.0),
+            weighting=self.weighting,
+        )
 
     def candidates(self, layer: int, step: LayerStep | None = None) -> OwnerCandidates:
         """Return the rows of one layer among which is chosen; a first prompt's are those of its step."""

@@ -227,6 +227,7 @@ class PruningStep(SharedSets, RaggedSelection):
                 tokens_BMN=table.tokens_BMW,
                 visibility=SeenByRecent(visibility=visibility, view=table, columns_BW=columns),
                 scaling=scaling,
+                weighting=self.weighting.of_owners([head], self.heads),
             )
             votes = policy.evidence.votes(observation, group=policy.group, score_heads=1)[0, 0]
             total = votes if total is None else total + votes
