@@ -1,7 +1,36 @@
 """Model families: one small file each, on one protocol (`hf_kvpolicy.registry.ModelPatch`)."""
 
-from .base import RotaryDecoderPatch
+from .base import InterfacePatch, LearnedPositionsPatch, RotaryDecoderPatch
+from .gemma import Gemma2Patch, Gemma3Patch
+from .glm4 import Glm4Patch
+from .gpt2 import GPT2Patch
+from .gpt_neox import GPTNeoXPatch
+from .gpt_oss import GptOssPatch
 from .llama import LlamaPatch
 from .mistral import MistralPatch
+from .mixtral import MixtralPatch
+from .olmo2 import Olmo2Patch
+from .opt import OPTPatch
+from .phi3 import Phi3Patch
+from .qwen import QwenPatch
+from .smollm3 import SmolLM3Patch
 
-__all__ = ["LlamaPatch", "MistralPatch", "RotaryDecoderPatch"]
+__all__ = [
+    "GPT2Patch",
+    "GPTNeoXPatch",
+    "Gemma2Patch",
+    "Gemma3Patch",
+    "Glm4Patch",
+    "GptOssPatch",
+    "InterfacePatch",
+    "LearnedPositionsPatch",
+    "LlamaPatch",
+    "MistralPatch",
+    "MixtralPatch",
+    "OPTPatch",
+    "Olmo2Patch",
+    "Phi3Patch",
+    "QwenPatch",
+    "RotaryDecoderPatch",
+    "SmolLM3Patch",
+]
