@@ -1,7 +1,8 @@
 """Phi-3 and Phi-4 mini: partial rotation; long-context configs switch frequencies at a length (longrope).
 
 At that length `generate` of this family drops the cache it was given and goes on with one of its own, so a policy would
-end in silence. The model's `prepare_inputs_for_generation` is therefore watched while it is attached.
+end in silence. The model's `prepare_inputs_for_generation` is therefore watched while it is attached: an empty cache
+is kept (a long prompt uses the long frequencies throughout), one that holds rows of the short ones is refused.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from transformers import Phi3ForCausalLM
 
 from hf_kvpolicy.cache import PolicyCache
-from hf_kvpolicy.compat import cache_of_call
+from hf_kvpolicy.compat import cache_argument, cache_of_call
 from hf_kvpolicy.errors import ConfigError
 from hf_kvpolicy.registry import register_model_patch
 
@@ -38,6 +39,8 @@ def _prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
     given = cache_of_call(kwargs)
     inputs = type(self).prepare_inputs_for_generation(self, *args, **kwargs)
     if isinstance(given, PolicyCache) and cache_of_call(inputs) is not given:
+        if not given.get_seq_length():
+            return {**inputs, cache_argument(): given}
         limit = self.config.original_max_position_embeddings
         raise ConfigError(
             f"The sequence grows past {limit} tokens (original_max_position_embeddings), where this model changes its "
