@@ -18,8 +18,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .backends import BACKENDS, admit_backend, backend_of, registered_name, stock_attention
 from .cache import PolicyCache
-from .compat import cache_of_call, set_implementation
-from .errors import ConfigError, UnsupportedModelError
+from .compat import cache_of_call, model_supports, set_implementation
+from .errors import BackendAdmissionError, ConfigError, UnsupportedModelError
 from .frame import READER, Reader, enter_forward, take_reader
 from .geometry import NAME_BRANCHING_MODEL_TYPES, text_config
 from .pruning import stop_pruning
@@ -53,6 +53,11 @@ def attach(model: _Model, backend: str | None = None) -> _Model:
     before = str(inner.config._attn_implementation)
     name = registered_name(backend or backend_of(before) or before)
     admit_backend(BACKENDS[name])
+    if before not in (name, BACKENDS[name]) and not model_supports(inner, BACKENDS[name]):
+        raise BackendAdmissionError(
+            f"{type(inner).__name__} does not run under {BACKENDS[name]!r} in transformers, which lacks something that "
+            'its attention does (a cap on logits, attention sinks, ...). Call attach(model, backend="eager").'
+        )
     if before != name and not set_implementation(inner, name):
         raise UnsupportedModelError(
             f"{type(inner).__name__} keeps its own attention implementation ({inner.config._attn_implementation!r}); "

@@ -25,6 +25,7 @@ __all__ = [
     "is_plain_causal",
     "mask_function",
     "mask_rule",
+    "model_supports",
     "register_attention",
     "set_implementation",
     "stock_layers",
@@ -58,6 +59,13 @@ def backend_is_available(name: str) -> bool:
 
     probes = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
     return bool(probes[name]()) if name in probes else True
+
+
+def model_supports(model: PreTrainedModel, backend: str) -> bool:
+    """Whether a model's class declares that it runs under an attention implementation of transformers."""
+    flags = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}
+    name = flags.get(backend, "_supports_flash_attn" if backend.startswith("flash") else "")
+    return bool(getattr(model, name, True))
 
 
 def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:

@@ -19,12 +19,15 @@ from helpers import (
 )
 
 import hf_kvpolicy as kv
+from hf_kvpolicy.replay import capture_prompt, replay_prompt
 
 from ._table import WINDOW_TOKENS, tiny
 
 # Sliding layers come first and last in one, last in the other: a forward ends with a layer of either kind.
 FAMILIES = ("gemma2", "qwen2-mixed")
 SMALL: dict[str, Any] = {"budget": 8, "window": 3, "kernel_size": 3}
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*two prompt segments follow:UserWarning")
 
 
 @pytest.fixture(params=FAMILIES)
@@ -214,6 +217,18 @@ def test_chunks_that_are_held_are_selected_from_as_one_prompt(family: str) -> No
         chunked.finish_prefill()
     assert_same_content(chunked, whole)
     assert_held(chunked, held(whole))
+
+
+def test_a_captured_prompt_is_replayed(family: str) -> None:
+    model = tiny(family)
+    run, replayed = (kv.SnapKVCache(model, **SMALL) for _ in range(2))
+    with torch.no_grad():
+        forward(model, prompt(20), run)
+        replay_prompt(replayed, model, capture_prompt(model, prompt(20)))
+        assert_same_content(replayed, run)
+        assert_held(replayed, held(run))
+        found, wanted = (forward(model, prompt(1), each) for each in (replayed, run))
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
 
 
 def test_bytes_of_sliding_layers_are_charged(family: str) -> None:
