@@ -8,6 +8,8 @@ elsewhere and copies of a model work.
 from __future__ import annotations
 
 import inspect
+import os
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from types import MethodType
@@ -20,14 +22,19 @@ from .backends import BACKENDS, admit_backend, backend_of, registered_name, stoc
 from .cache import PolicyCache
 from .compat import cache_of_call, model_supports, set_implementation
 from .errors import BackendAdmissionError, ConfigError, UnsupportedModelError
+from .fingerprint import config_digest
 from .frame import READER, Reader, enter_forward, take_reader
-from .geometry import NAME_BRANCHING_MODEL_TYPES, text_config
+from .geometry import CacheGeometry
+from .probe import PROBE_TOKENS, probe_finding
 from .pruning import stop_pruning
-from .registry import model_patch
+from .registry import ModelPatch, model_patch, remember_probed, supported_model_types
+from .unsupported import unsupported_because
 
-__all__ = ["attach", "attached_backend", "detach", "model_and_config", "unwrap"]
+__all__ = ["attach", "attached_backend", "detach", "family_of", "model_and_config", "unwrap"]
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
+# Classes and configs of models without a patch that were checked, or are served unproven.
+_CHECKED: set[tuple[str, str, str]] = set()
 
 
 def attach(model: _Model, backend: str | None = None) -> _Model:
@@ -43,13 +50,7 @@ def attach(model: _Model, backend: str | None = None) -> _Model:
         BackendAdmissionError: the backend cannot be wrapped.
     """
     inner = unwrap(model)
-    config = text_config(inner.config)
-    patch = model_patch(inner.config)
-    if config.model_type in NAME_BRANCHING_MODEL_TYPES:
-        raise UnsupportedModelError(
-            f"{config.model_type!r} models compare the attention implementation with fixed names and would take "
-            "another path under ours; this family is not handled yet."
-        )
+    patch = family_of(inner)
     before = str(inner.config._attn_implementation)
     name = registered_name(backend or backend_of(before) or before)
     admit_backend(BACKENDS[name])
@@ -68,10 +69,45 @@ def attach(model: _Model, backend: str | None = None) -> _Model:
     for module, hook in _places(inner, decoder):
         if not _hooks(module, hook):
             module.register_forward_pre_hook(hook, with_kwargs=True)
-    for method, function in patch.methods(config).items():
+    for method, function in patch.methods(inner.config).items():
         if hasattr(inner, method):
             setattr(inner, method, MethodType(function, inner))
     return model
+
+
+def family_of(model: PreTrainedModel) -> ModelPatch:
+    """Return the patch of a model's family; a family without one is checked on the model, once per class and config.
+
+    Raises:
+        UnsupportedModelError: the model is of a kind no policy serves, or the check found something.
+    """
+    config: Any = model.config
+    kind = str(config.model_type)
+    if kind in supported_model_types() or unsupported_because(config) is not None:
+        return model_patch(config)
+    asked = (type(model).__module__, type(model).__qualname__, config_digest(config))
+    if asked not in _CHECKED:
+        remember_probed(config, _proof(model, kind))
+        _CHECKED.add(asked)
+    return model_patch(config)
+
+
+def _proof(model: PreTrainedModel, kind: str) -> str:
+    if os.environ.get("KVPOLICY_PROBE") == "0":
+        warnings.warn(
+            f"The model family {kind!r} has no patch and was not checked (KVPOLICY_PROBE=0); manifests of its caches "
+            "say that it is unproven.",
+            stacklevel=4,
+        )
+        return "unproven"
+    finding = probe_finding(model, CacheGeometry.from_config(model.config))
+    if finding is not None:
+        raise UnsupportedModelError(
+            f"The model family {kind!r} is not supported: it has no patch, and a check of {PROBE_TOKENS} tokens on "
+            f"this model says that it {finding}. Supported families: {', '.join(supported_model_types())}. "
+            "KVPOLICY_PROBE=0 skips the check, at your own risk."
+        )
+    return "probed"
 
 
 def detach(model: _Model) -> _Model:

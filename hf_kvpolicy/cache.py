@@ -21,7 +21,7 @@ from .errors import BackendAdmissionError, ConfigError, IntegrityError
 from .fingerprint import checkpoint_fingerprint
 from .frame import STEP, KeptTokens, LayerStep, Reader, active_cache, weakly
 from .geometry import CacheGeometry
-from .layers import layer_faces, policy_layer
+from .layers import ANOTHER_MODEL, NOT_ATTACHED, layer_faces, policy_layer
 from .ledger import Ledger, account
 from .positions import RotarySpec
 from .pruning import prune_between
@@ -61,10 +61,10 @@ class PolicyCache(Cache):  # type: ignore[misc]
             UnsupportedModelError: the family is not supported, or not with these positions.
             ConfigError: neither a model nor a config was given.
         """
-        from .attach import attach, model_and_config, unwrap
+        from .attach import attach, family_of, model_and_config, unwrap
 
         model, config = model_and_config(model_or_config)
-        self._patch: ModelPatch = model_patch(config)
+        self._patch: ModelPatch = model_patch(config) if model is None else family_of(unwrap(model))
         self._geometry = CacheGeometry.from_config(config)
         self._decoder: weakref.ref[torch.nn.Module] | None = None
         self._rotary: RotarySpec | None = None
@@ -92,10 +92,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
             self._geometry.require(decoder.config)
             self._bind(decoder)
         elif bound is not decoder:
-            raise ConfigError(
-                f"This cache belongs to another {type(bound).__name__}; rows of one model mean nothing to another. "
-                "Make a cache for this model."
-            )
+            raise ConfigError(ANOTHER_MODEL.format(type(bound).__name__))
         self._runtime.begin(decoder, arguments, reader)
         if self._runtime.step is not None and self._runtime.step.prunes:
             prune_between(self._patch.decoder_layers(decoder))
@@ -113,11 +110,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         # A layer before this one whose attention never came: what a dead forward left open let an unattached model in.
         unattended = STEP.get() is not None
         if unattended or active_cache() is not self or not self._runtime.begun_here():
-            raise ConfigError(
-                "This model was not made ready for policy caches, so the cache would run without its attention step. "
-                "Call hf_kvpolicy.attach(model) once (making the cache from the model does it), and call the whole "
-                "model rather than single layers."
-            )
+            raise ConfigError(NOT_ATTACHED)
         layer, foreign = self._geometry.place_of(layer_idx)
         step, keys, values = self._runtime.update(layer, key_states, value_states, foreign=foreign)
         STEP.set(LayerStep(step, layer, keys, values, model_layer=layer_idx, foreign=foreign))
@@ -132,10 +125,9 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
         A layer no policy acts on answers as transformers' own does.
         """
-        if layer_idx not in self._geometry.foreign_layers:
-            return self._runtime.columns + int(query_length), 0
-        columns, first = self.foreign_layer(layer_idx).get_mask_sizes(int(query_length))
-        return columns, first
+        if layer_idx in self._geometry.foreign_layers:
+            return tuple(self.foreign_layer(layer_idx).get_mask_sizes(int(query_length)))
+        return self._runtime.columns + int(query_length), 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Return -1: any number of tokens may be fed."""
@@ -278,6 +270,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
                 dtype,
                 # Not a method of the cache: a manifest that somebody keeps must not keep the cache's rows.
                 lambda: checkpoint_fingerprint(None if decoder is None else decoder()),
+                self._patch.proof,
             )
         return self._manifest
 

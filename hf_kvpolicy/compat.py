@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 __all__ = [
     "CACHE_NAMES",
+    "NotedCache",
     "attention_function",
     "backend_is_available",
     "cache_argument",
@@ -106,6 +107,17 @@ def mask_rule(window_tokens: int | None) -> Callable[..., Any]:
         causal_mask_function if window_tokens is None else sliding_window_causal_mask_function(window_tokens)
     )
     return rule
+
+
+class NotedCache(DynamicCache):  # type: ignore[misc]
+    """Transformers' own cache, which notes what it returned last."""
+
+    last: tuple[Any, Any] | None = None
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Update as ever."""
+        self.last = super().update(*args, **kwargs)
+        return self.last
 
 
 def stock_layers(config: Any, numbers: Sequence[int]) -> tuple[Any, ...]:

@@ -14,7 +14,25 @@ from .geometry import CacheGeometry
 if TYPE_CHECKING:
     from .cache import PolicyCache
 
-__all__ = ["CacheFace", "ForeignLayer", "PolicyLayer", "layer_faces", "policy_layer"]
+__all__ = [
+    "ANOTHER_MODEL",
+    "NOT_ATTACHED",
+    "CacheFace",
+    "ForeignLayer",
+    "PolicyLayer",
+    "layer_faces",
+    "policy_layer",
+]
+
+
+NOT_ATTACHED = (
+    "This model was not made ready for policy caches, so the cache would run without its attention step. "
+    "Call hf_kvpolicy.attach(model) once (making the cache from the model does it), and call the whole "
+    "model rather than single layers."
+)
+ANOTHER_MODEL = (
+    "This cache belongs to another {}; rows of one model mean nothing to another. Make a cache for this model."
+)
 
 
 class CacheFace(CacheLayerMixin):  # type: ignore[misc]

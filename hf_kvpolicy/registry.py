@@ -15,6 +15,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from .errors import ConfigError, UnsupportedModelError, did_you_mean
+from .fingerprint import config_digest
 from .unsupported import unsupported_because
 
 if TYPE_CHECKING:
@@ -29,8 +30,10 @@ __all__ = [
     "check_options",
     "model_patch",
     "policy_class",
+    "register_fallback_patch",
     "register_model_patch",
     "register_policy",
+    "remember_probed",
     "supported_model_types",
 ]
 
@@ -41,6 +44,11 @@ class ModelPatch(Protocol):
     @property
     def model_types(self) -> tuple[str, ...]:
         """The `config.model_type` values this patch serves."""
+        ...
+
+    @property
+    def proof(self) -> str:
+        """How it is known that the family is served rightly: 'patched', 'probed' or 'unproven'."""
         ...
 
     @property
@@ -77,6 +85,9 @@ _Policy = TypeVar("_Policy", bound=type)
 _Patch = TypeVar("_Patch", bound=type)
 _POLICIES: dict[str, type] = {}
 _PATCHES: dict[str, ModelPatch] = {}
+# Of families without a patch: the digest of a config whose model was checked -> what serves it.
+_PROBED: dict[str, ModelPatch] = {}
+_FALLBACK: list[Callable[[str], ModelPatch]] = []
 _LOADED: set[str] = set()
 
 
@@ -104,6 +115,12 @@ def register_model_patch(cls: _Patch) -> _Patch:
     patch: ModelPatch = cls()
     for model_type in patch.model_types:
         _PATCHES[model_type] = patch
+    return cls
+
+
+def register_fallback_patch(cls: _Patch) -> _Patch:
+    """Class decorator: let a patch, made from how it is proven, serve models of families without one."""
+    _FALLBACK.append(cls)
     return cls
 
 
@@ -196,6 +213,12 @@ def supported_model_types() -> tuple[str, ...]:
     return tuple(sorted(_PATCHES))
 
 
+def remember_probed(config: Any, proof: str) -> None:
+    """Let models of this config be served by what was checked on one of them."""
+    _load("hf_kvpolicy.model_patches")
+    _PROBED[config_digest(config)] = _FALLBACK[-1](proof)
+
+
 def model_patch(config: Any) -> ModelPatch:
     """Return the patch of a model's family.
 
@@ -208,12 +231,13 @@ def model_patch(config: Any) -> ModelPatch:
     reason = unsupported_because(config)
     if reason is not None:
         raise UnsupportedModelError(f"{model_type!r} {reason}. Supported families: {', '.join(supported)}.")
-    if model_type not in _PATCHES:
+    patch = _PATCHES.get(model_type) or _PROBED.get(config_digest(config))
+    if patch is None:
         raise UnsupportedModelError(
             f"The model family {model_type!r} is not supported. Supported families: {', '.join(supported)}. "
-            "A family can be added with @register_model_patch; see CONTRIBUTING.md."
+            "Others are checked when a model is attached, so give the model instead of its config; or add the family "
+            "with @register_model_patch, see CONTRIBUTING.md."
         )
-    patch = _PATCHES[model_type]
     patch.check(config)
     return patch
 

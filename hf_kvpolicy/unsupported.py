@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .geometry import text_config
+from .geometry import NAME_BRANCHING_MODEL_TYPES, text_config
 
 __all__ = ["unsupported_because"]
 
@@ -21,6 +21,11 @@ def unsupported_because(config: Any) -> str | None:
         return (
             f"wraps a text decoder ({inner!r}) with other parts (vision, audio), whose tokens a policy would drop like "
             "any others and whose masks look ahead; load the text decoder alone (AutoModelForCausalLM)"
+        )
+    if getattr(config, "model_type", None) in NAME_BRANCHING_MODEL_TYPES:
+        return (
+            "is not supported: its code compares the attention implementation with fixed names, and would take another "
+            "path under ours"
         )
     if getattr(config, "kv_lora_rank", None):
         return (

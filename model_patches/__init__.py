@@ -12,6 +12,7 @@ from .mixtral import MixtralPatch
 from .olmo2 import Olmo2Patch
 from .opt import OPTPatch
 from .phi3 import Phi3Patch
+from .probed import ProbedPatch
 from .qwen import QwenPatch
 from .smollm3 import SmolLM3Patch
 
@@ -30,6 +31,7 @@ __all__ = [
     "OPTPatch",
     "Olmo2Patch",
     "Phi3Patch",
+    "ProbedPatch",
     "QwenPatch",
     "RotaryDecoderPatch",
     "SmolLM3Patch",

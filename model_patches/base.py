@@ -25,6 +25,8 @@ class InterfacePatch:
     """A decoder whose attention runs through transformers' interface; K and V are [batch, head, sequence, channel]."""
 
     model_types: tuple[str, ...] = ()
+    # How it is known that the family is served rightly.
+    proof = "patched"
     key_stage = "post_rope"
     # Where the decoder has its list of layers.
     layer_list = "layers"
