@@ -1,8 +1,8 @@
 """Making a model ready for policy caches, and undoing it exactly.
 
-What `attach` leaves on a model is one registered implementation name in its config and two forward pre-hooks that hold
-no state, on the model and on its text decoder; all can be read back from the model itself, so nothing is remembered
-elsewhere and copies of a model work.
+What `attach` leaves on a model is one registered implementation name in its config, two forward pre-hooks that hold no
+state, on the model and on its text decoder, and the methods that its family's patch names; all can be read back from
+the model itself, so nothing is remembered elsewhere and copies of a model work.
 """
 
 from __future__ import annotations

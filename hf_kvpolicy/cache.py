@@ -369,6 +369,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
         self._decoder = weakref.ref(decoder)
         if self.composition.positions == "cache_local":
             self._rotary = self._patch.rotary(decoder, self._geometry.model_layers)
+        if self.composition.pruning is not None:
+            self._patch.decoder_layers(decoder)  # refuses families whose layers cannot lose tokens
 
     def _checked(self, layer: int, batch: int = 0) -> int:
         """Return the policy's number of a model's layer that was asked for."""

@@ -262,6 +262,11 @@ def integrity_faults(runtime: Runtime) -> list[str]:
                 if len(tokens) != owner_rows[head]:
                     faults.append(f"{where} holds {len(tokens)} rows, {owner_rows[head]} counted")
                 faults += _owner_faults(where, tokens.tolist(), batch, snapshot, policy)
+    for number, stock in zip(runtime.geometry.foreign_layers, snapshot.foreign, strict=True):
+        if stock.get_seq_length() != snapshot.frontier.columns:
+            faults.append(
+                f"sliding layer {number} was fed {stock.get_seq_length()} of {snapshot.frontier.columns} columns"
+            )
     return faults
 
 

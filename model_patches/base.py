@@ -28,8 +28,6 @@ class InterfacePatch:
     # How it is known that the family is served rightly.
     proof = "patched"
     key_stage = "post_rope"
-    # Where the decoder has its list of layers.
-    layer_list = "layers"
 
     def decoder(self, model: PreTrainedModel) -> torch.nn.Module:
         """Return the module whose forward receives the cache."""
@@ -42,7 +40,7 @@ class InterfacePatch:
         Raises:
             UnsupportedModelError: they are not where this family has them.
         """
-        layers = getattr(decoder, self.layer_list, None)
+        layers = getattr(decoder, "layers", None)
         if not isinstance(layers, torch.nn.ModuleList):
             raise UnsupportedModelError(
                 f"{type(decoder).__name__} has no list of decoder layers, so no token can be dropped between them. "

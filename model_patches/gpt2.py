@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from hf_kvpolicy.errors import UnsupportedModelError
 from hf_kvpolicy.registry import register_model_patch
@@ -17,7 +20,17 @@ class GPT2Patch(LearnedPositionsPatch):
     """GPT-2."""
 
     model_types = ("gpt2",)
-    layer_list = "h"
+
+    def decoder_layers(self, decoder: torch.nn.Module) -> Sequence[torch.nn.Module]:
+        """Refuse: the decoder gives its output the shape of its input, so no token may be missing behind its layers.
+
+        Raises:
+            UnsupportedModelError: always.
+        """
+        raise UnsupportedModelError(
+            "A 'gpt2' decoder returns as many positions as it was given, so no token can be dropped between its "
+            "layers. Use a policy that compresses at the end of a prompt, such as snapkv."
+        )
 
     def check(self, config: Any) -> None:
         """Refuse what would run another way under our name, or caches more than its own keys.

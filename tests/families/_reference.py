@@ -44,8 +44,10 @@ class MaskedReference:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        # Of every layer, for every batch row and KV head: which columns fed before are seen; None for all.
+        # Of every layer, for every batch row and KV head: which columns fed before are seen; None for all. New columns
+        # are seen anyway, unless `hides_new`.
         self.seen: dict[int, list[list[Sequence[int]]]] | None = None
+        self.hides_new = False
         # Every row is kept: the mask of a sliding layer hides what its own cache would have let go of.
         self.cache = DynamicCache()
 
@@ -67,7 +69,8 @@ class MaskedReference:
     def _hidden(self, seen: list[list[Sequence[int]]], query: Tensor, keys: Tensor) -> Tensor:
         batch, rows, new = keys.shape[0], keys.shape[2], query.shape[2]
         hidden = torch.full((batch, keys.shape[1], 1, rows), torch.finfo(query.dtype).min)
-        hidden[..., rows - new :] = 0
+        if not self.hides_new:
+            hidden[..., rows - new :] = 0
         for row in range(batch):
             for head, columns in enumerate(seen[row]):
                 hidden[row, head, 0, list(columns)] = 0

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import CACHE, dynamic_cache, forward, left_padded, prompt
+from helpers import CACHE, dynamic_cache, forward, left_padded, neutral_cache, prompt
 from torch import Tensor
 
 import hf_kvpolicy as kv
 from hf_kvpolicy.evidence import LayerObservation, WindowVotes
 
 from ._reference import MaskedReference, SlotReference
-from ._table import FAMILIES, tiny
+from ._table import FAMILIES, MIXED, tiny
 
 LENGTHS = (21, 13)
 STEPS = 6
@@ -90,6 +90,36 @@ def test_evidence_equals_eager_attention(family: str, votes: list[Tensor]) -> No
         assert found.shape == (len(LENGTHS), heads, ids.shape[1])
         for row, length in enumerate(LENGTHS):
             torch.testing.assert_close(found[row, :, -length:], wanted[row, :, -length:], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_carried_scores_equal_sums_of_eager_attention(family: str) -> None:
+    """A prompt's queries are taken in blocks, a decode token's with the softmax of its output: both enter the sums."""
+    ids = prompt(20)
+    with torch.no_grad():
+        weights = tiny(family, "eager")(ids, output_attentions=True, use_cache=False).attentions
+        model = tiny(family)
+        cache = neutral_cache("h2o", model, 64, group="sum")
+        for piece in ids.split([17, 1, 1, 1], dim=1):
+            forward(model, piece, cache)
+    for number, layer in enumerate(cache.policy_layers):
+        found = cache._runtime.snapshot.scores_LBSWX[number, 0, :, :20, 0]
+        wanted = weights[layer][0].sum(dim=1).view(found.shape[0], -1, 20).sum(dim=1)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in (*MIXED, "gpt2")])
+def test_tokens_dropped_between_layers_equal_dense_attention_without_them(family: str) -> None:
+    model, reference = tiny(family), MaskedReference(tiny(family, "eager"))
+    cache = kv.PyramidInferCache(model, decay=0.6, sinks=2, min_context=2)
+    ids = prompt(24)
+    with torch.no_grad():
+        found = forward(model, ids, cache)[:, -1]
+    # What a layer keeps is what the next one computes.
+    kept = _kept_columns(cache, [0])
+    reference.seen, reference.hides_new = {layer + 1: kept[layer] for layer in kept}, True
+    torch.testing.assert_close(found, reference.feed(ids)[:, -1], atol=2e-5, rtol=0)
+    assert int(cache.stored_rows(3).max()) < int(cache.stored_rows(1).max()) < 24
 
 
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.moves_keys])

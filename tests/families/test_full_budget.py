@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import CACHE, dynamic_cache, generate, left_padded, neutral_cache, prompt
+from helpers import BRIEF, CACHE, dynamic_cache, generate, left_padded, neutral_cache, prompt
 from torch import Tensor
 
 from ._table import FAMILIES, MIXED, tiny
 
 TOTAL = 64
-POLICIES = ("snapkv", "streaming_llm", "adakv")
+POLICIES = ("snapkv",) if BRIEF else ("snapkv", "streaming_llm", "adakv")
 LENGTHS = (19, 4, 11)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*two prompt segments follow:UserWarning")

@@ -79,6 +79,8 @@ def test_a_backend_that_would_ignore_caps_or_sinks(family: str) -> None:
 
 
 def test_what_a_family_gives_up_is_named() -> None:
+    with pytest.raises(kv.UnsupportedModelError, match="returns as many positions as it was given"):
+        kv.PyramidInferCache(tiny("gpt2"), budget=8)
     for family in ("opt", "gpt2"):
         with pytest.raises(kv.UnsupportedModelError, match="Use positions='original'"):
             kv.StreamingLLMCache(tiny(family), budget=8)
