@@ -8,10 +8,8 @@ is kept (a long prompt uses the long frequencies throughout), one that holds row
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any
-
-from transformers import Phi3ForCausalLM
 
 from hf_kvpolicy.cache import PolicyCache
 from hf_kvpolicy.compat import cache_argument, cache_of_call
@@ -31,20 +29,27 @@ class Phi3Patch(RotaryDecoderPatch):
 
     def methods(self, config: Any) -> Mapping[str, Callable[..., Any]]:
         """Return the watched method."""
-        return {"prepare_inputs_for_generation": _prepare_inputs}
+        return {"prepare_inputs_for_generation": _watched()}
 
 
-@wraps(Phi3ForCausalLM.prepare_inputs_for_generation)
-def _prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-    given = cache_of_call(kwargs)
-    inputs = type(self).prepare_inputs_for_generation(self, *args, **kwargs)
-    if isinstance(given, PolicyCache) and cache_of_call(inputs) is not given:
-        if not given.get_seq_length():
-            return {**inputs, cache_argument(): given}
-        limit = self.config.original_max_position_embeddings
-        raise ConfigError(
-            f"The sequence grows past {limit} tokens (original_max_position_embeddings), where this model changes its "
-            "rotary frequencies and transformers would go on with a cache of its own, without the policy. Feed the "
-            f"whole text as one prompt of more than {limit} tokens to an empty cache, or stay within {limit}."
-        )
-    return inputs
+@lru_cache(maxsize=1)
+def _watched() -> Callable[..., Any]:
+    from transformers import Phi3ForCausalLM
+
+    # generate reads the signature.
+    @wraps(Phi3ForCausalLM.prepare_inputs_for_generation)
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = cache_of_call(kwargs)
+        inputs = type(self).prepare_inputs_for_generation(self, *args, **kwargs)
+        if isinstance(given, PolicyCache) and cache_of_call(inputs) is not given:
+            if not given.get_seq_length():
+                return {**inputs, cache_argument(): given}
+            limit = self.config.original_max_position_embeddings
+            raise ConfigError(
+                f"The sequence grows past {limit} tokens (original_max_position_embeddings), where transformers "
+                "changes this family's rotary frequencies and would go on with a cache of its own, without the policy. "
+                f"Feed the whole text to an empty cache as one prompt of more than {limit} tokens, or stay within them."
+            )
+        return inputs
+
+    return prepare

@@ -110,7 +110,10 @@ class Step(ABC):
 
     def update_foreign(self, index: int, keys_BHTD: Tensor, values_BHTD: Tensor) -> tuple[Tensor, Tensor]:
         """Take the new rows of a layer no policy acts on; return what transformers' own layer would."""
-        keys, values = self.foreign[index].update(keys_BHTD, values_BHTD)
+        stock = self.foreign[index]
+        if stock.get_seq_length() != self.snapshot.frontier.columns:
+            self._refuse_again(self.runtime.geometry.foreign_layers[index])
+        keys, values = stock.update(keys_BHTD, values_BHTD)
         return keys, values
 
     def attend_foreign(
