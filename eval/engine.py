@@ -100,7 +100,7 @@ class CacheUse:
 
 def measure(cache: Any) -> CacheUse:
     """Read rows, bytes and counters from a cache of one batch row."""
-    rows = [int(count) for layer in range(cache.num_layers) for count in cache.stored_rows(layer).flatten()]
+    rows = [int(count) for layer in cache.policy_layers for count in cache.stored_rows(layer).flatten()]
     ledger, counted = cache.ledger(), cache.statistics
     names = ("forwards", "publications", "selections", "rows_dropped")
     return CacheUse(

@@ -1,16 +1,19 @@
 """Making a model ready for policy caches, and undoing it exactly.
 
 What `attach` leaves on a model is one registered implementation name in its config, or forwards bound on its attention
-modules where those are no functions of transformers (`own_attention`), and two forward pre-hooks that hold no state, on
-the model and on its text decoder; all can be read back from the model itself, so nothing is remembered elsewhere and
-copies of a model work.
+modules where those are no functions of transformers (`own_attention`), two forward pre-hooks that hold no state, on the
+model and on its text decoder, and the methods that its family's patch names; all can be read back from the model
+itself, so nothing is remembered elsewhere and copies of a model work.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
+from types import MethodType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -18,17 +21,22 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .backends import BACKENDS, admit_backend, backend_of, registered_name, stock_attention
 from .cache import PolicyCache
-from .compat import cache_of_call, set_implementation
-from .errors import ConfigError, UnsupportedModelError
+from .compat import cache_of_call, model_supports, set_implementation
+from .errors import BackendAdmissionError, ConfigError, UnsupportedModelError
+from .fingerprint import config_digest
 from .frame import READER, Reader, enter_forward, take_reader
-from .geometry import NAME_BRANCHING_MODEL_TYPES, text_config
+from .geometry import CacheGeometry
 from .own_attention import bind, bound_backend, unbind
+from .probe import PROBE_TOKENS, probe_finding
 from .pruning import stop_pruning
-from .registry import model_patch
+from .registry import ModelPatch, model_patch, remember_probed, supported_model_types
+from .unsupported import unsupported_because
 
-__all__ = ["attach", "attached_backend", "detach", "model_and_config", "unwrap"]
+__all__ = ["attach", "attached_backend", "detach", "family_of", "model_and_config", "unwrap"]
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
+# Classes and configs of models without a patch that were checked, or are served unproven.
+_CHECKED: set[tuple[str, str, str]] = set()
 
 
 def attach(model: _Model, backend: str | None = None) -> _Model:
@@ -44,13 +52,7 @@ def attach(model: _Model, backend: str | None = None) -> _Model:
         BackendAdmissionError: the backend cannot be wrapped.
     """
     inner = unwrap(model)
-    config = text_config(inner.config)
-    patch = model_patch(inner.config if getattr(inner.config, "is_encoder_decoder", False) else config)
-    if config.model_type in NAME_BRANCHING_MODEL_TYPES:
-        raise UnsupportedModelError(
-            f"{config.model_type!r} models compare the attention implementation with fixed names and would take "
-            "another path under ours; this family is not handled yet."
-        )
+    patch = family_of(inner)
     before = str(inner.config._attn_implementation)
     decoder = patch.decoder(inner)
     own = patch.own_attention(decoder) if patch.attends_itself else None
@@ -59,17 +61,60 @@ def attach(model: _Model, backend: str | None = None) -> _Model:
     admit_backend(BACKENDS[name])
     if own is not None:
         bind(own, BACKENDS[name])
+    elif before not in (name, BACKENDS[name]) and not model_supports(inner, BACKENDS[name]):
+        raise BackendAdmissionError(
+            f"{type(inner).__name__} does not run under {BACKENDS[name]!r} in transformers, which lacks something that "
+            'its attention does (a cap on logits, attention sinks, ...). Call attach(model, backend="eager").'
+        )
     elif before != name and not set_implementation(inner, name):
         raise UnsupportedModelError(
             f"{type(inner).__name__} keeps its own attention implementation ({inner.config._attn_implementation!r}); "
             "it does not run through transformers' attention interface."
         )
     else:
-        stock_attention(BACKENDS[name], _first_attention(decoder))
+        stock_attention(BACKENDS[name], patch.attention(decoder))
     for module, hook in _places(inner, decoder):
         if not _hooks(module, hook):
             module.register_forward_pre_hook(hook, with_kwargs=True)
+    for method, function in patch.methods(inner.config).items():
+        if hasattr(inner, method):
+            setattr(inner, method, MethodType(function, inner))
     return model
+
+
+def family_of(model: PreTrainedModel) -> ModelPatch:
+    """Return the patch of a model's family; a family without one is checked on the model, once per class and config.
+
+    Raises:
+        UnsupportedModelError: the model is of a kind no policy serves, or the check found something.
+    """
+    config: Any = model.config
+    kind = str(config.model_type)
+    if kind in supported_model_types() or unsupported_because(config) is not None:
+        return model_patch(config)
+    asked = (type(model).__module__, type(model).__qualname__, config_digest(config))
+    if asked not in _CHECKED:
+        remember_probed(config, _proof(model, kind))
+        _CHECKED.add(asked)
+    return model_patch(config)
+
+
+def _proof(model: PreTrainedModel, kind: str) -> str:
+    if os.environ.get("KVPOLICY_PROBE") == "0":
+        warnings.warn(
+            f"The model family {kind!r} has no patch and was not checked (KVPOLICY_PROBE=0); manifests of its caches "
+            "say that it is unproven.",
+            stacklevel=4,
+        )
+        return "unproven"
+    finding = probe_finding(model, CacheGeometry.from_config(model.config))
+    if finding is not None:
+        raise UnsupportedModelError(
+            f"The model family {kind!r} is not supported: it has no patch, and a check of {PROBE_TOKENS} tokens on "
+            f"this model says that it {finding}. Supported families: {', '.join(supported_model_types())}. "
+            "KVPOLICY_PROBE=0 skips the check, at your own risk."
+        )
+    return "probed"
 
 
 def detach(model: _Model) -> _Model:
@@ -78,12 +123,14 @@ def detach(model: _Model) -> _Model:
     backend = backend_of(str(inner.config._attn_implementation))
     if backend is None and bound_backend(inner.modules()) is None:
         return model
-    patch = model_patch(text_config(inner.config))
+    patch = model_patch(inner.config)
     decoder = patch.decoder(inner)
     for module, hook in _places(inner, decoder):
         for key in _hooks(module, hook):
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
+    for method in patch.methods(inner.config):
+        inner.__dict__.pop(method, None)
     stop_pruning(decoder.modules())
     unbind(decoder.modules())
     if backend is not None:
@@ -114,7 +161,7 @@ def unwrap(model: torch.nn.Module) -> PreTrainedModel:
 
 
 def model_and_config(given: Any) -> tuple[Any, Any]:
-    """Return (model or None, config of its text decoder) of what a cache is made from.
+    """Return (model or None, its config) of what a cache is made from.
 
     Raises:
         ConfigError: it is neither a transformers model nor a config.
@@ -125,14 +172,7 @@ def model_and_config(given: Any) -> tuple[Any, Any]:
         model, config = given, unwrap(given).config
     else:
         raise ConfigError(f"A policy cache is made from a transformers model or config; got {type(given).__name__}.")
-    return model, config if getattr(config, "is_encoder_decoder", False) else text_config(config)
-
-
-def _first_attention(decoder: torch.nn.Module) -> torch.nn.Module:
-    for module in decoder.modules():
-        if getattr(module, "layer_idx", None) == 0 and hasattr(module, "num_key_value_groups"):
-            return module
-    raise UnsupportedModelError(f"{type(decoder).__name__} has no attention layer with a layer index.")
+    return model, config
 
 
 def _places(model: torch.nn.Module, decoder: torch.nn.Module) -> list[tuple[torch.nn.Module, Callable[..., Any]]]:

@@ -51,11 +51,13 @@ def attend_layer(
         return run_stock(backend, module, query, key, value, attention_mask, **kwargs)
     STEP.set(None)
     layer = getattr(module, "layer_idx", None)
-    if key is not step.keys or value is not step.values or layer != step.layer:
+    if key is not step.keys or value is not step.values or layer != step.model_layer:
         raise IntegrityError(
-            f"Layer {layer} attends with keys that are not the ones the policy cache returned for layer {step.layer}. "
+            f"Layer {layer} attends with keys that are not the ones the policy cache returned for layer "
+            f"{step.model_layer}. "
             "The model changes keys after the cache, or shares them across layers; this family is not supported."
         )
-    output = step.run.attend(backend, module, query, step, attention_mask, kwargs)
+    attend = step.run.attend_foreign if step.foreign else step.run.attend
+    output = attend(backend, module, query, step, attention_mask, kwargs)
     assert output is not None, "a backend was named"
     return output, None

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from .compat import attention_function, backend_is_available
 from .errors import BackendAdmissionError, UnsupportedModelError
+from .weighting import Weighting
 
 __all__ = [
     "BACKENDS",
@@ -29,6 +30,7 @@ __all__ = [
     "registered_name",
     "run_stock",
     "stock_attention",
+    "weighted_attention",
 ]
 
 # Our registered name -> transformers' own name. No name may contain "flash": transformers would look for a kernel.
@@ -41,7 +43,9 @@ BACKENDS = {
 }
 
 # Features of attention that change what a row contributes; families that use them are not handled yet.
-_UNHANDLED = ("softcap", "s_aux", "position_bias")
+_UNHANDLED = ("position_bias",)
+# What attention must be told beyond scale and dropout where a family has it (`weighting.py`).
+_OF_WEIGHTING = ("softcap", "s_aux")
 
 # Mask elements materialised at once when many queries attend over a compressed cache.
 MASK_BLOCK_ELEMENTS = 1 << 23
@@ -157,12 +161,17 @@ def computes_like_blocks(backend: str, tensors: tuple[Tensor, ...], arguments: d
     return all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors)
 
 
-def refuse_unhandled(arguments: dict[str, Any]) -> None:
+def refuse_unhandled(arguments: dict[str, Any], backend: str | None = None) -> None:
     """Refuse features of attention that change what a row contributes: neither views nor evidence know them.
 
     Raises:
-        BackendAdmissionError: the model passes one of them.
+        BackendAdmissionError: the model passes one of them, or one that its backend would ignore.
     """
+    if backend == "sdpa" and any(arguments.get(name) is not None for name in _OF_WEIGHTING):
+        raise BackendAdmissionError(
+            "The model caps its logits (softcap) or has attention sinks (s_aux), which transformers' sdpa function "
+            'does not compute. Call attach(model, backend="eager"), or use a flash or flex backend that does.'
+        )
     for name in _UNHANDLED:
         if arguments.get(name) is not None:
             raise BackendAdmissionError(
@@ -187,13 +196,16 @@ def attend_view(
     exact grouped SDPA over the same rows: nothing is padded or densified.
     """
     scaling, dropout = arguments["scaling"], arguments.get("dropout", 0.0)
+    told = {name: arguments[name] for name in _OF_WEIGHTING if arguments.get(name) is not None}
     if backend == "sdpa":
         return grouped_attention(query_BQTD, keys_BSND, values_BSND, mask_BMTN, scaling=scaling, dropout=dropout)
     if backend == "eager":
-        return _eager(module, query_BQTD, keys_BSND, values_BSND, mask_BMTN, scaling, dropout)
+        return _eager(module, query_BQTD, keys_BSND, values_BSND, mask_BMTN, scaling, dropout, told)
     if backend.startswith("flash") and mask_BMTN is None and keys_BSND.shape[1] * _group(module) == query_BQTD.shape[1]:
-        unmasked = {"scaling": scaling, "dropout": dropout}
+        unmasked = {"scaling": scaling, "dropout": dropout, **told}
         return run_stock(backend, module, query_BQTD, keys_BSND, values_BSND, None, **unmasked)[0]
+    if told:
+        return weighted_attention(query_BQTD, keys_BSND, values_BSND, mask_BMTN, scaling, Weighting.of(told), dropout)
     return grouped_attention(query_BQTD, keys_BSND, values_BSND, mask_BMTN, scaling=scaling, dropout=dropout)
 
 
@@ -248,6 +260,29 @@ def _folded_mask(mask_BMTN: Tensor | None, part: slice, stored: int, like: Tenso
     return mask.to(like).reshape(batch, stored, heads // stored * queries, rows)
 
 
+def weighted_attention(
+    query_BQTD: Tensor,
+    keys_BSND: Tensor,
+    values_BSND: Tensor,
+    mask_BMTN: Tensor | None,
+    scaling: float,
+    weighting: Weighting,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Grouped-query attention written out, for weights that SDPA does not compute; softmax in fp32. [B, T, Q, D]."""
+    batch, query_heads, tokens, dim = query_BQTD.shape
+    stored = keys_BSND.shape[1]
+    query_BSGTD = query_BQTD.reshape(batch, stored, query_heads // stored, tokens, dim)
+    wide = torch.promote_types(query_BQTD.dtype, torch.float32)
+    logits = torch.matmul(query_BSGTD.to(wide) * scaling, keys_BSND.to(wide).unsqueeze(2).transpose(3, 4))
+    logits = weighting.cap_(logits)
+    if mask_BMTN is not None:
+        logits = logits.masked_fill(~mask_BMTN.unsqueeze(2), torch.finfo(wide).min)
+    weights = functional.dropout(weighting.weights(logits), dropout, training=dropout > 0).to(values_BSND.dtype)
+    output = torch.matmul(weights, values_BSND.unsqueeze(2)).reshape(batch, query_heads, tokens, -1)
+    return output.transpose(1, 2).contiguous()
+
+
 def _group(module: torch.nn.Module) -> int:
     return int(getattr(module, "num_key_value_groups", 1))
 
@@ -260,11 +295,16 @@ def _eager(
     mask_BMTN: Tensor | None,
     scaling: float,
     dropout: float,
+    told: dict[str, Any],
 ) -> Tensor:
-    if _eager_function(module) is None:
+    group, has_own = query_BQTD.shape[1] // keys_BSND.shape[1], _eager_function(module) is not None
+    # Rows may be owned by query heads, which the family's function does not know.
+    fits = has_own and group == _group(module)
+    if told and not fits:
+        return weighted_attention(query_BQTD, keys_BSND, values_BSND, mask_BMTN, scaling, Weighting.of(told), dropout)
+    if not has_own:
         return _plainly(query_BQTD, keys_BSND, values_BSND, mask_BMTN, scaling, dropout)
-    group = query_BQTD.shape[1] // keys_BSND.shape[1]
-    if group != _group(module):  # rows are owned by query heads, which the family's function does not know
+    if not fits:
         return grouped_attention(query_BQTD, keys_BSND, values_BSND, mask_BMTN, scaling=scaling, dropout=dropout)
     bias = None
     if mask_BMTN is not None:
@@ -272,7 +312,8 @@ def _eager(
         bias = torch.zeros(mask_BMTN.shape, dtype=query_BQTD.dtype, device=query_BQTD.device)
         bias = bias.masked_fill_(~mask_BMTN, floor)
         bias = bias if bias.shape[1] == 1 else bias.repeat_interleave(group, dim=1)
-    return run_stock("eager", module, query_BQTD, keys_BSND, values_BSND, bias, scaling=scaling, dropout=dropout)[0]
+    kwargs = {"scaling": scaling, "dropout": dropout, **told}
+    return run_stock("eager", module, query_BQTD, keys_BSND, values_BSND, bias, **kwargs)[0]
 
 
 def _plainly(

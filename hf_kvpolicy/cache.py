@@ -14,13 +14,14 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from .compat import stock_layers
 from .contract import KVPolicyState, KVVisibilityPolicyManifest, PackedKVViewReceipt
 from .engine import Composition, RunStatistics, Runtime
 from .errors import BackendAdmissionError, ConfigError, IntegrityError
 from .fingerprint import checkpoint_fingerprint
 from .frame import STEP, KeptTokens, LayerStep, Reader, active_cache, weakly
 from .geometry import CacheGeometry
-from .layers import PolicyLayer
+from .layers import ANOTHER_MODEL, NOT_ATTACHED, layer_faces, policy_layer
 from .ledger import Ledger, account
 from .positions import RotarySpec
 from .pruning import prune_between
@@ -60,10 +61,10 @@ class PolicyCache(Cache):  # type: ignore[misc]
             UnsupportedModelError: the family is not supported, or not with these positions.
             ConfigError: neither a model nor a config was given.
         """
-        from .attach import attach, model_and_config, unwrap
+        from .attach import attach, family_of, model_and_config, unwrap
 
         model, config = model_and_config(model_or_config)
-        self._patch: ModelPatch = model_patch(config)
+        self._patch: ModelPatch = model_patch(config) if model is None else family_of(unwrap(model))
         self._geometry = CacheGeometry.from_config(config)
         self._decoder: weakref.ref[torch.nn.Module] | None = None
         self._rotary: RotarySpec | None = None
@@ -75,8 +76,10 @@ class PolicyCache(Cache):  # type: ignore[misc]
             rotary=weakly(self._rotary_spec),
             element_bytes=weakly(self._element_bytes),
             alibi=self._patch.alibi(config),
+            foreign=stock_layers(config, self._geometry.foreign_layers),
         )
-        super().__init__(layers=[PolicyLayer(self, layer) for layer in range(self._geometry.num_layers)])
+        composition.check_model(self._geometry)
+        super().__init__(layers=layer_faces(self, self._geometry))
         if model is not None:
             attach(model)
             self._bind(self._patch.decoder(unwrap(model)))
@@ -87,13 +90,10 @@ class PolicyCache(Cache):  # type: ignore[misc]
         """Open a forward; called by the hook that `attach` installs."""
         bound = None if self._decoder is None else self._decoder()
         if bound is None:
-            self._check_geometry(decoder)
+            self._geometry.require(decoder.config)
             self._bind(decoder)
         elif bound is not decoder:
-            raise ConfigError(
-                f"This cache belongs to another {type(bound).__name__}; rows of one model mean nothing to another. "
-                "Make a cache for this model."
-            )
+            raise ConfigError(ANOTHER_MODEL.format(type(bound).__name__))
         self._runtime.begin(decoder, arguments, reader)
         if self._runtime.step is not None and self._runtime.step.prunes:
             prune_between(self._patch.decoder_layers(decoder))
@@ -111,13 +111,10 @@ class PolicyCache(Cache):  # type: ignore[misc]
         # A layer before this one whose attention never came: what a dead forward left open let an unattached model in.
         unattended = STEP.get() is not None
         if unattended or active_cache() is not self or not self._runtime.begun_here():
-            raise ConfigError(
-                "This model was not made ready for policy caches, so the cache would run without its attention step. "
-                "Call hf_kvpolicy.attach(model) once (making the cache from the model does it), and call the whole "
-                "model rather than single layers."
-            )
-        step, keys, values = self._runtime.update(layer_idx, key_states, value_states)
-        STEP.set(LayerStep(step, layer_idx, keys, values))
+            raise ConfigError(NOT_ATTACHED)
+        layer, foreign = self._geometry.place_of(layer_idx)
+        step, keys, values = self._runtime.update(layer, key_states, value_states, foreign=foreign)
+        STEP.set(LayerStep(step, layer, keys, values, model_layer=layer_idx, foreign=foreign))
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -125,7 +122,12 @@ class PolicyCache(Cache):  # type: ignore[misc]
         return self._runtime.columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return (columns after this forward, 0)."""
+        """Return (columns after this forward, 0): masks are asked about columns, not slots.
+
+        A layer no policy acts on answers as transformers' own does.
+        """
+        if layer_idx in self._geometry.foreign_layers:
+            return tuple(self.foreign_layer(layer_idx).get_mask_sizes(int(query_length)))
         return self._runtime.columns + int(query_length), 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -154,14 +156,15 @@ class PolicyCache(Cache):  # type: ignore[misc]
         There is no `offloading=True`: transformers then swaps layers in and out during a forward, but a forward here
         publishes all layers at once, so that all must be present.
         """
-        if layer_idx is not None:
-            self._check_index(layer_idx, 0)
-        self._runtime.offload(layer_idx)
+        if layer_idx not in self._geometry.foreign_layers:
+            self._runtime.offload(None if layer_idx is None else self._checked(layer_idx))
 
     def prefetch(self, layer_idx: int | None = None, only_non_sliding: bool = True) -> None:
         """Bring one layer, or everything, back to the device it was on before `offload`; nothing else changes."""
         # transformers counts on in a circle after the last layer.
-        self._runtime.prefetch(None if layer_idx is None else layer_idx % self.num_layers)
+        layer, foreign = (None, False) if layer_idx is None else self._geometry.place_of(layer_idx % len(self.layers))
+        if not foreign:
+            self._runtime.prefetch(layer)
 
     def reset(self) -> None:
         """Forget everything; the cache then serves a new request."""
@@ -209,8 +212,13 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     @property
     def num_layers(self) -> int:
-        """Layers that hold rows."""
+        """Layers the policy acts on."""
         return self._geometry.num_layers
+
+    @property
+    def policy_layers(self) -> tuple[int, ...]:
+        """The model's numbers of the layers the policy acts on; in a model of full and sliding layers the full ones."""
+        return self._geometry.model_layers
 
     @property
     def geometry(self) -> CacheGeometry:
@@ -238,20 +246,23 @@ class PolicyCache(Cache):  # type: ignore[misc]
         Raises:
             ConfigError: no such layer or batch row.
         """
-        self._check_index(layer, batch)
-        return positions_of(self._runtime, layer, batch)
+        return positions_of(self._runtime, self._checked(layer, batch), batch)
 
     def stored_rows(self, layer: int) -> Tensor:
         """Return how many rows each owner of a layer holds, int64 [B, H_kv] (H_q columns for owner='query_head')."""
-        self._check_index(layer, 0)
-        return torch.tensor(self._runtime.snapshot.owner_rows(layer, self.composition.stored_heads(self._geometry)))
+        heads = self.composition.stored_heads(self._geometry)
+        return torch.tensor(self._runtime.snapshot.owner_rows(self._checked(layer), heads))
 
     def stored_view(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
         """Return (keys, values) of a layer's published slots, dead ones included; None before any.
 
         Dense storage gives [B, S, W, D], ragged storage the flat slots [N, D].
         """
-        return self._runtime.snapshot.view(layer)
+        return self._runtime.snapshot.view(self._checked(layer))
+
+    def foreign_layer(self, layer: int) -> Any:
+        """Return transformers' own layer behind a layer no policy acts on, as it is now. Read it; do not change it."""
+        return self._runtime.foreign[self._geometry.foreign_layers.index(layer)]
 
     @property
     def manifest(self) -> KVVisibilityPolicyManifest:
@@ -265,6 +276,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
                 dtype,
                 # Not a method of the cache: a manifest that somebody keeps must not keep the cache's rows.
                 lambda: checkpoint_fingerprint(None if decoder is None else decoder()),
+                self._patch.proof,
             )
         return self._manifest
 
@@ -308,7 +320,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         twin.__dict__.update(self.__dict__)
         twin._identity = Identity(request_id=uuid.uuid4().hex)
         twin._runtime = self._runtime.fork(rotary=weakly(twin._rotary_spec), element_bytes=weakly(twin._element_bytes))
-        twin.layers = [PolicyLayer(twin, layer) for layer in range(self._geometry.num_layers)]
+        twin.layers = layer_faces(twin, self._geometry)
         return twin
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
@@ -362,22 +374,13 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def _bind(self, decoder: torch.nn.Module) -> None:
         self._decoder = weakref.ref(decoder)
         if self.composition.positions == "cache_local" and self._runtime.alibi is None:
-            self._rotary = self._patch.rotary(decoder)
+            self._rotary = self._patch.rotary(decoder, self._geometry.model_layers)
+        if self.composition.pruning is not None:
+            self._patch.decoder_layers(decoder)  # refuses families whose layers cannot lose tokens
 
-    def _check_geometry(self, decoder: PreTrainedModel) -> None:
-        found = CacheGeometry.from_config(decoder.config)
-        if found != self._geometry:
-            raise ConfigError(
-                f"This cache was made for {self._geometry}, but the model has {found}. Make the cache from this model."
-            )
-
-    def _check_index(self, layer: int, batch: int) -> None:
-        rows = max(1, self._runtime.snapshot.batch_size)
-        if not 0 <= layer < self.num_layers or not 0 <= batch < rows:
-            raise ConfigError(
-                f"Layer {layer}, batch row {batch} was asked for; this cache has layers 0..{self.num_layers - 1} and "
-                f"batch rows 0..{rows - 1}."
-            )
+    def _checked(self, layer: int, batch: int = 0) -> int:
+        """Return the policy's number of a model's layer that was asked for."""
+        return policy_layer(self._geometry, layer, batch, batch_rows=max(1, self._runtime.snapshot.batch_size))
 
     def _rotary_spec(self) -> RotarySpec:
         assert self._rotary is not None, "cache-local caches are bound to a model before they run"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import transformers
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.masking_utils import (
     AttentionMaskInterface,
     causal_mask_function,
@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 __all__ = [
     "CACHE_NAMES",
+    "NotedCache",
     "attention_function",
     "backend_is_available",
     "cache_argument",
@@ -25,8 +26,10 @@ __all__ = [
     "is_plain_causal",
     "mask_function",
     "mask_rule",
+    "model_supports",
     "register_attention",
     "set_implementation",
+    "stock_layers",
     "transformers_version",
 ]
 
@@ -57,6 +60,13 @@ def backend_is_available(name: str) -> bool:
 
     probes = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
     return bool(probes[name]()) if name in probes else True
+
+
+def model_supports(model: PreTrainedModel, backend: str) -> bool:
+    """Whether a model's class declares that it runs under an attention implementation of transformers."""
+    flags = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}
+    name = flags.get(backend, "_supports_flash_attn" if backend.startswith("flash") else "")
+    return bool(getattr(model, name, True))
 
 
 def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
@@ -97,6 +107,22 @@ def mask_rule(window_tokens: int | None) -> Callable[..., Any]:
         causal_mask_function if window_tokens is None else sliding_window_causal_mask_function(window_tokens)
     )
     return rule
+
+
+class NotedCache(DynamicCache):  # type: ignore[misc]
+    """Transformers' own cache, which notes what it returned last."""
+
+    last: tuple[Any, Any] | None = None
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Update as ever."""
+        self.last = super().update(*args, **kwargs)
+        return self.last
+
+
+def stock_layers(config: Any, numbers: Sequence[int]) -> tuple[Any, ...]:
+    """Return the empty cache layers that transformers itself would make for some layers of a model."""
+    return tuple(DynamicCache(config=config).layers[number] for number in numbers) if numbers else ()
 
 
 def transformers_version() -> str:

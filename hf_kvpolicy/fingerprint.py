@@ -13,7 +13,7 @@ import torch
 
 from .contract import sha256_of
 
-__all__ = ["checkpoint_fingerprint", "weights_fingerprint"]
+__all__ = ["checkpoint_fingerprint", "config_digest", "weights_fingerprint"]
 
 _SAMPLED_TENSORS = 8
 _SAMPLED_ELEMENTS = 256
@@ -36,8 +36,7 @@ def checkpoint_fingerprint(decoder: torch.nn.Module | None) -> str:
     if decoder is None:
         return "unbound"
     config: Any = decoder.config
-    described = {key: value for key, value in config.to_dict().items() if key not in _RUNTIME_KEYS}
-    digest = hashlib.sha256(sha256_of(_plain(described)).encode())
+    digest = hashlib.sha256(config_digest(config).encode())
     digest.update(str(getattr(config, "_commit_hash", None)).encode())
     parameters = sorted(decoder.named_parameters())
     step = max(1, len(parameters) // _SAMPLED_TENSORS)
@@ -45,6 +44,12 @@ def checkpoint_fingerprint(decoder: torch.nn.Module | None) -> str:
         sample = weight.detach().reshape(-1)[:_SAMPLED_ELEMENTS].float().cpu()
         digest.update(name.encode() + sample.numpy().tobytes())
     return digest.hexdigest()
+
+
+def config_digest(config: Any) -> str:
+    """Return a hex digest of what a config says about the model, not about how it is run."""
+    described = {key: value for key, value in config.to_dict().items() if key not in _RUNTIME_KEYS}
+    return sha256_of(_plain(described))
 
 
 def weights_fingerprint(decoder: torch.nn.Module) -> str:

@@ -39,11 +39,14 @@ FRAME: ContextVar[weakref.ref[PolicyCache] | None] = ContextVar("hf_kvpolicy_fra
 class LayerStep:
     """The hand-over from `cache.update` to the attention call of the same layer."""
 
-    __slots__ = ("keys", "layer", "run", "values")
+    __slots__ = ("foreign", "keys", "layer", "model_layer", "run", "values")
 
-    def __init__(self, run: Any, layer: int, keys: Tensor, values: Tensor) -> None:
+    def __init__(
+        self, run: Any, layer: int, keys: Tensor, values: Tensor, *, model_layer: int, foreign: bool = False
+    ) -> None:
         self.run = run
-        self.layer = layer
+        # Its number among the layers the policy acts on, or (foreign) among the others; and the model's own number.
+        self.layer, self.foreign, self.model_layer = layer, foreign, model_layer
         self.keys = keys
         self.values = values
 

@@ -6,11 +6,10 @@ T query tokens, N rows of a view, C slots of a buffer, D head dimension, M map h
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import UnsupportedModelError
+from .errors import ConfigError, UnsupportedModelError
 
 __all__ = ["NAME_BRANCHING_MODEL_TYPES", "CacheGeometry", "text_config"]
 
@@ -26,7 +25,6 @@ NAME_BRANCHING_MODEL_TYPES = frozenset(
         "gemma4_unified",
         "glm5_next",
         "glm_moe_dsa",
-        "gpt2",
         "hy_v4",
         "hy_v4_vl",
         "minimax_m3_vl",
@@ -41,6 +39,7 @@ class CacheGeometry:
     """The shapes every cache, store and score of one model agrees on."""
 
     model_type: str
+    # Layers a policy acts on. In a model of full and sliding layers these are the full ones.
     num_layers: int
     num_query_heads: int
     num_kv_heads: int
@@ -48,6 +47,9 @@ class CacheGeometry:
     value_dim: int
     # Width of the model's own sliding window per layer, self included; None where attention is full.
     window_tokens: tuple[int | None, ...]
+    # The model's numbers of the layers a policy acts on, and of those that transformers' own layers hold.
+    model_layers: tuple[int, ...]
+    foreign_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Reject shapes that no grouped-query attention has.
@@ -65,6 +67,16 @@ class CacheGeometry:
             )
 
     @property
+    def total_layers(self) -> int:
+        """Layers of the model that hold keys and values."""
+        return len(self.model_layers) + len(self.foreign_layers)
+
+    def place_of(self, layer: int) -> tuple[int, bool]:
+        """Return a model's layer as its number among the policy's layers or (True) among the others."""
+        foreign = layer in self.foreign_layers
+        return (self.foreign_layers if foreign else self.model_layers).index(layer), foreign
+
+    @property
     def group_size(self) -> int:
         """Query heads that read one KV head."""
         return self.num_query_heads // self.num_kv_heads
@@ -77,6 +89,18 @@ class CacheGeometry:
     def row_bytes(self, element_bytes: int) -> int:
         """Bytes of one K/V row pair of one KV head."""
         return (self.key_dim + self.value_dim) * element_bytes
+
+    def require(self, config: Any) -> None:
+        """Refuse a model of another geometry.
+
+        Raises:
+            ConfigError: the config's geometry differs.
+        """
+        found = CacheGeometry.from_config(config)
+        if found != self:
+            raise ConfigError(
+                f"This cache was made for {self}, but the model has {found}. Make the cache from this model."
+            )
 
     @classmethod
     def from_config(cls, config: Any) -> CacheGeometry:
@@ -95,14 +119,18 @@ class CacheGeometry:
                 "Give the config or model of a decoder-only language model."
             ) from None
         head_dim = int(getattr(text, "head_dim", None) or hidden // heads)
+        windows = _windows(text, layers)
+        own, foreign = _shared_out(windows)
         return cls(
             model_type=str(text.model_type),
-            num_layers=layers,
+            num_layers=len(own),
             num_query_heads=heads,
             num_kv_heads=_kv_heads(text, heads),
             key_dim=head_dim,
             value_dim=int(getattr(text, "v_head_dim", None) or head_dim),
-            window_tokens=tuple(_windows(text, layers)),
+            window_tokens=tuple(windows[layer] for layer in own),
+            model_layers=own,
+            foreign_layers=foreign,
         )
 
 
@@ -122,11 +150,19 @@ def _kv_heads(config: Any, heads: int) -> int:
     return 1 if getattr(config, "multi_query", False) else heads
 
 
-def _windows(config: Any, layers: int) -> Iterable[int | None]:
+def _windows(config: Any, layers: int) -> tuple[int | None, ...]:
     window = getattr(config, "sliding_window", None)
     if window is None or getattr(config, "use_sliding_window", True) is False:
-        return (None for _ in range(layers))
+        return (None,) * layers
     types = getattr(config, "layer_types", None)
     if types is None:
-        return (int(window) for _ in range(layers))
-    return (int(window) if kind == "sliding_attention" else None for kind in types)
+        return (int(window),) * layers
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in types)
+
+
+def _shared_out(windows: tuple[int | None, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the layers a policy acts on and the others: full ones, or all where every layer slides."""
+    full = tuple(layer for layer, window in enumerate(windows) if window is None)
+    if not full:
+        return tuple(range(len(windows))), ()
+    return full, tuple(layer for layer in range(len(windows)) if layer not in full)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from torch import Tensor
 
 from .contract import Ratio
-from .engine import Runtime, Snapshot
+from .engine import Runtime, Snapshot, layer_tensors
 from .storage import RowMap
 
 __all__ = ["Ledger", "account"]
@@ -33,6 +33,8 @@ class Ledger:
     protected_bytes: int
     # Tokens of a finished forward that wait for acceptance, and the queries held for them.
     waiting_bytes: int
+    # Keys and values of layers no policy acts on, measured: transformers' own layers hold them as they like.
+    foreign_bytes: int
     measured_bytes: int
     transient_peak_bytes: int
     # K/V of a cache that had kept every real token.
@@ -53,6 +55,7 @@ class Ledger:
             + self.scores_bytes
             + self.protected_bytes
             + self.waiting_bytes
+            + self.foreign_bytes
         )
 
     @property
@@ -93,6 +96,7 @@ def account(runtime: Runtime) -> Ledger:
     seen: dict[int, int] = {}
     measured = _measure(_tensors(snapshot), seen)
     waiting = 0 if runtime.waiting is None else _measure(_tensors(runtime.waiting.snapshot), seen)
+    foreign = _measure(layer_tensors([*snapshot.foreign, *runtime.foreign]), seen)
     full_rows = sum(snapshot.frontier.tokens) * runtime.geometry.num_layers * runtime.geometry.num_kv_heads
     return Ledger(
         payload_bytes=live * row_bytes,
@@ -103,8 +107,9 @@ def account(runtime: Runtime) -> Ledger:
         scores_bytes=_scores_bytes(snapshot),
         protected_bytes=_pinned_bytes(snapshot),
         waiting_bytes=waiting,
-        measured_bytes=measured + waiting,
-        transient_peak_bytes=max(runtime.statistics.transient_peak_bytes, measured + waiting),
+        foreign_bytes=foreign,
+        measured_bytes=measured + waiting + foreign,
+        transient_peak_bytes=max(runtime.statistics.transient_peak_bytes, measured + waiting + foreign),
         full_payload_bytes=full_rows * row_bytes,
         payload_rows=live,
         tail_rows=sum(snapshot.tail_counts) * layers * heads if snapshot.buffers else 0,

@@ -55,9 +55,14 @@ class Identity:
 
 
 def manifest_of(
-    policy: Composition, geometry: CacheGeometry, key_stage: str, dtype: torch.dtype, checkpoint: Callable[[], str]
+    policy: Composition,
+    geometry: CacheGeometry,
+    key_stage: str,
+    dtype: torch.dtype,
+    checkpoint: Callable[[], str],
+    proof: str,
 ) -> KVVisibilityPolicyManifest:
-    """Return the immutable meaning of a policy on one model."""
+    """Return the immutable meaning of a policy on one model; `proof` as in `registry.ModelPatch`."""
     scalar = str(dtype).removeprefix("torch.")
     tensor = TensorContract(
         num_layers=geometry.num_layers,
@@ -78,7 +83,7 @@ def manifest_of(
         logical_cache_abi_sha256=logical_cache_abi_of(tensor),
         checkpoint=checkpoint,
         tensor_contract=tensor,
-        selection_contract=_selection_of(policy),
+        selection_contract=_selection_of(policy, proof),
         representation_contract=RepresentationContract(semantic_class="full_cache_exact" if exact else "lossy_subset"),
         recoverability_contract=RecoverabilityContract(
             omitted="resident_visible" if exact else "omitted_irrecoverable"
@@ -87,13 +92,14 @@ def manifest_of(
     )
 
 
-def _selection_of(policy: Composition) -> SelectionContract:
+def _selection_of(policy: Composition, proof: str) -> SelectionContract:
     budget = policy.budget
     bounded = budget is not None and budget.kind == "rows"
     return SelectionContract(
         policy=policy.policy,
         options={
             **policy.options,
+            **({} if proof == "patched" else {"model_family": proof}),
             "evidence": policy.evidence.describe(),
             "allocation": {"name": policy.allocation.name, **policy.allocation.describe()},
         },
@@ -256,6 +262,11 @@ def integrity_faults(runtime: Runtime) -> list[str]:
                 if len(tokens) != owner_rows[head]:
                     faults.append(f"{where} holds {len(tokens)} rows, {owner_rows[head]} counted")
                 faults += _owner_faults(where, tokens.tolist(), batch, snapshot, policy)
+    for number, stock in zip(runtime.geometry.foreign_layers, snapshot.foreign, strict=True):
+        if stock.get_seq_length() != snapshot.frontier.columns:
+            faults.append(
+                f"sliding layer {number} was fed {stock.get_seq_length()} of {snapshot.frontier.columns} columns"
+            )
     return faults
 
 

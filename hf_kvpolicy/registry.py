@@ -15,6 +15,8 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from .errors import ConfigError, UnsupportedModelError, did_you_mean
+from .fingerprint import config_digest
+from .unsupported import unsupported_because
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +31,10 @@ __all__ = [
     "check_options",
     "model_patch",
     "policy_class",
+    "register_fallback_patch",
     "register_model_patch",
     "register_policy",
+    "remember_probed",
     "supported_model_types",
 ]
 
@@ -41,6 +45,11 @@ class ModelPatch(Protocol):
     @property
     def model_types(self) -> tuple[str, ...]:
         """The `config.model_type` values this patch serves."""
+        ...
+
+    @property
+    def proof(self) -> str:
+        """How it is known that the family is served rightly: 'patched', 'probed' or 'unproven'."""
         ...
 
     @property
@@ -56,12 +65,20 @@ class ModelPatch(Protocol):
         """Return the decoder's layers in order; raise UnsupportedModelError where they cannot be told."""
         ...
 
+    def attention(self, decoder: torch.nn.Module) -> torch.nn.Module:
+        """Return the first layer's attention module; the family's eager function lies beside its class."""
+        ...
+
+    def methods(self, config: Any) -> Mapping[str, Callable[..., Any]]:
+        """Return methods that `attach` sets on the model itself and `detach` removes."""
+        ...
+
     def check(self, config: Any) -> None:
         """Raise UnsupportedModelError if this config is outside what the patch handles."""
         ...
 
-    def rotary(self, decoder: torch.nn.Module) -> RotarySpec:
-        """Return how keys are rotated; raise UnsupportedModelError where angles depend on the length."""
+    def rotary(self, decoder: torch.nn.Module, layers: Sequence[int]) -> RotarySpec:
+        """Return how keys of these layers are rotated; raise UnsupportedModelError where they cannot be moved."""
         ...
 
     def alibi(self, config: Any) -> AlibiSpec | None:
@@ -82,6 +99,9 @@ _Policy = TypeVar("_Policy", bound=type)
 _Patch = TypeVar("_Patch", bound=type)
 _POLICIES: dict[str, type] = {}
 _PATCHES: dict[str, ModelPatch] = {}
+# Of families without a patch: the digest of a config whose model was checked -> what serves it.
+_PROBED: dict[str, ModelPatch] = {}
+_FALLBACK: list[Callable[[str], ModelPatch]] = []
 _LOADED: set[str] = set()
 
 
@@ -109,6 +129,12 @@ def register_model_patch(cls: _Patch) -> _Patch:
     patch: ModelPatch = cls()
     for model_type in patch.model_types:
         _PATCHES[model_type] = patch
+    return cls
+
+
+def register_fallback_patch(cls: _Patch) -> _Patch:
+    """Class decorator: let a patch, made from how it is proven, serve models of families without one."""
+    _FALLBACK.append(cls)
     return cls
 
 
@@ -201,25 +227,31 @@ def supported_model_types() -> tuple[str, ...]:
     return tuple(sorted(_PATCHES))
 
 
+def remember_probed(config: Any, proof: str) -> None:
+    """Let models of this config be served by what was checked on one of them."""
+    _load("hf_kvpolicy.model_patches")
+    _PROBED[config_digest(config)] = _FALLBACK[-1](proof)
+
+
 def model_patch(config: Any) -> ModelPatch:
     """Return the patch of a model's family.
 
     Raises:
-        UnsupportedModelError: the family has no patch, or this config is outside what the patch handles.
+        UnsupportedModelError: the model is of a kind that no policy serves, the family has no patch, or this config is
+            outside what the patch handles.
     """
     supported = supported_model_types()
     model_type = str(getattr(config, "model_type", type(config).__name__))
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{model_type!r} is an encoder-decoder model; policy caches serve decoder-only models. "
-            f"Supported families: {', '.join(supported)}."
-        )
-    if model_type not in _PATCHES:
+    reason = unsupported_because(config)
+    if reason is not None:
+        raise UnsupportedModelError(f"{model_type!r} {reason}. Supported families: {', '.join(supported)}.")
+    patch = _PATCHES.get(model_type) or _PROBED.get(config_digest(config))
+    if patch is None:
         raise UnsupportedModelError(
             f"The model family {model_type!r} is not supported. Supported families: {', '.join(supported)}. "
-            "A family can be added with @register_model_patch; see CONTRIBUTING.md."
+            "Others are checked when a model is attached, so give the model instead of its config; or add the family "
+            "with @register_model_patch, see CONTRIBUTING.md."
         )
-    patch = _PATCHES[model_type]
     patch.check(config)
     return patch
 

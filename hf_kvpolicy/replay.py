@@ -36,6 +36,7 @@ from .registry import model_patch
 __all__ = ["CapturedPrompt", "can_replay", "capture_prompt", "replay_prompt"]
 
 _NAME = "kvpolicy_capture"
+_TOLD = ("scaling", "softcap", "s_aux", "position_bias")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,7 +47,8 @@ class _Layer:
     keys_BHTD: Tensor
     values_BHTD: Tensor
     record: MaskRecord
-    scaling: float
+    # What attention was told beside them, as far as evidence asks: scale, cap, sinks.
+    arguments: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -119,7 +121,7 @@ def replay_prompt(cache: PolicyCache, model: Any, prompt: CapturedPrompt) -> Non
             "records drafts or prunes hidden states. Run the prompt through the model instead."
         )
     inner = unwrap(model)
-    decoder: Any = model_patch(text_config(inner.config)).decoder(inner)
+    decoder: Any = model_patch(inner.config).decoder(inner)
     enter_forward(cache)
     try:
         arguments = {**prompt.arguments, cache_argument(): cache, "use_cache": True}
@@ -130,7 +132,8 @@ def replay_prompt(cache: PolicyCache, model: Any, prompt: CapturedPrompt) -> Non
                 step = STEP.get()
                 assert step is not None, "update leaves the step of its layer"
                 STEP.set(None)
-                step.run.attend(None, None, layer.queries_BQTD, step, layer.record, {"scaling": layer.scaling})
+                attend = step.run.attend_foreign if step.foreign else step.run.attend
+                attend(None, None, layer.queries_BQTD, step, layer.record, layer.arguments)
     finally:
         STEP.set(None)
         leave_forward()
@@ -172,7 +175,7 @@ def _record(
                 keys_BHTD=key,
                 values_BHTD=value,
                 record=attention_mask,
-                scaling=float(kwargs["scaling"]),
+                arguments={name: kwargs[name] for name in _TOLD if kwargs.get(name) is not None},
             )
         )
     stock = attention_mask.stock if isinstance(attention_mask, MaskRecord) else attention_mask

@@ -90,7 +90,7 @@ def trace(
         for chunk in chunks:
             model(chunk, **{cache_argument(): cache}, use_cache=True, logits_to_keep=1)
             if not owner_rows:
-                owner_rows = tuple(tuple(cache.stored_rows(i)[0].tolist()) for i in range(cache.num_layers))
+                owner_rows = tuple(tuple(cache.stored_rows(i)[0].tolist()) for i in cache.policy_layers)
             for head, tokens in enumerate(cache.positions(layer)[: len(rows)]):
                 rows[head].append(TraceRow(tokens=cache.get_seq_length(), positions=tuple(tokens.tolist())))
     return Trace(heads=tuple(tuple(head) for head in rows), owner_rows=owner_rows, options=given)

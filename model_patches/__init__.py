@@ -1,19 +1,46 @@
 """Model families: one small file each, on one protocol (`hf_kvpolicy.registry.ModelPatch`)."""
 
-from .base import RotaryDecoderPatch
+from .base import InterfacePatch, LearnedPositionsPatch, RotaryDecoderPatch
 from .bloom import BloomPatch
 from .falcon import FalconPatch
+from .gemma import Gemma2Patch, Gemma3Patch
+from .glm4 import Glm4Patch
+from .gpt2 import GPT2Patch
+from .gpt_neox import GPTNeoXPatch
+from .gpt_oss import GptOssPatch
 from .llama import LlamaPatch
 from .mistral import MistralPatch
+from .mixtral import MixtralPatch
 from .mpt import MptPatch
+from .olmo2 import Olmo2Patch
+from .opt import OPTPatch
 from .own import OwnAttentionPatch
+from .phi3 import Phi3Patch
+from .probed import ProbedPatch
+from .qwen import QwenPatch
+from .smollm3 import SmolLM3Patch
 
 __all__ = [
     "BloomPatch",
     "FalconPatch",
+    "GPT2Patch",
+    "GPTNeoXPatch",
+    "Gemma2Patch",
+    "Gemma3Patch",
+    "Glm4Patch",
+    "GptOssPatch",
+    "InterfacePatch",
+    "LearnedPositionsPatch",
     "LlamaPatch",
     "MistralPatch",
+    "MixtralPatch",
     "MptPatch",
+    "OPTPatch",
+    "Olmo2Patch",
     "OwnAttentionPatch",
+    "Phi3Patch",
+    "ProbedPatch",
+    "QwenPatch",
     "RotaryDecoderPatch",
+    "SmolLM3Patch",
 ]

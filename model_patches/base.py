@@ -1,8 +1,12 @@
-"""What the families share: decoders behind `get_decoder`, rotary modules with one set of inverse frequencies."""
+"""What the families share: a decoder behind `get_decoder` whose attention runs through transformers' interface.
+
+A family is one small file: a class of this protocol (`hf_kvpolicy.registry.ModelPatch`) with the model types it serves,
+how its keys are positioned when they are cached, and what it refuses.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,19 +16,18 @@ from hf_kvpolicy.errors import UnsupportedModelError
 from hf_kvpolicy.own_attention import OwnAttention
 from hf_kvpolicy.positions import AlibiSpec, RotarySpec
 
-__all__ = ["RotaryDecoderPatch"]
+__all__ = ["InterfacePatch", "LearnedPositionsPatch", "RotaryDecoderPatch"]
 
 # Rotations whose angle at a position depends on the sequence length cannot be shifted afterwards.
 _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 
 
-class RotaryDecoderPatch:
-    """A decoder whose keys are rotated (first half of a head paired with its second half) before they are cached.
-
-    Attention runs through transformers' attention interface; K and V are [batch, KV head, sequence, channel].
-    """
+class InterfacePatch:
+    """A decoder whose attention runs through transformers' interface; K and V are [batch, head, sequence, channel]."""
 
     model_types: tuple[str, ...] = ()
+    # How it is known that the family is served rightly.
+    proof = "patched"
     key_stage = "post_rope"
     attends_itself = False
 
@@ -47,6 +50,21 @@ class RotaryDecoderPatch:
             )
         return list(layers)
 
+    def attention(self, decoder: torch.nn.Module) -> torch.nn.Module:
+        """Return the first layer's attention module: the one that calls the interface.
+
+        Raises:
+            UnsupportedModelError: there is none with a layer index.
+        """
+        for module in decoder.modules():
+            if getattr(module, "layer_idx", None) == 0 and "Attention" in type(module).__name__:
+                return module
+        raise UnsupportedModelError(f"{type(decoder).__name__} has no attention layer with a layer index.")
+
+    def methods(self, config: Any) -> Mapping[str, Callable[..., Any]]:
+        """Return methods that `attach` sets on the model and `detach` removes; none for most families."""
+        return {}
+
     def check(self, config: Any) -> None:
         """Accept every config of the family."""
 
@@ -58,23 +76,64 @@ class RotaryDecoderPatch:
         """Refuse: attention runs through the attention interface."""
         raise NotImplementedError(f"{type(self).__name__} leaves attention to the attention interface.")
 
-    def rotary(self, decoder: torch.nn.Module) -> RotarySpec:
-        """Return the decoder's inverse frequencies.
+
+class RotaryDecoderPatch(InterfacePatch):
+    """Keys are rotated before they are cached, in all or in the leading channels of a head."""
+
+    # Whether neighbouring channels are paired; else the first half of the rotated ones with the second half.
+    interleaved = False
+
+    def rotary(self, decoder: torch.nn.Module, layers: Sequence[int]) -> RotarySpec:
+        """Return the decoder's inverse frequencies for these layers of the model.
 
         Raises:
             UnsupportedModelError: the angles depend on the length, or the module has no single set of frequencies.
         """
         module = getattr(decoder, "rotary_emb", None)
-        kind = str(getattr(module, "rope_type", "default"))
+        kind = self.rope_type(module, decoder, layers)
         if kind in _LENGTH_DEPENDENT:
             raise UnsupportedModelError(
                 f"positions='cache_local' moves rotated keys, but this model's rotation ({kind!r}) depends on the "
                 "sequence length and cannot be moved afterwards. Use positions='original'."
             )
-        frequencies = getattr(module, "inv_freq", None)
+        frequencies = self.frequencies(module, decoder, layers)
         if not isinstance(frequencies, torch.Tensor):
             raise UnsupportedModelError(
                 f"positions='cache_local' needs the model's inverse frequencies, but {type(module).__name__} has none. "
                 "Use positions='original'."
             )
-        return RotarySpec(inverse_frequencies=frequencies)
+        rotated = tuple(self.rotates(decoder, layer) for layer in layers)
+        return RotarySpec(
+            inverse_frequencies=frequencies,
+            interleaved=self.interleaved,
+            rotated_layers=None if all(rotated) else rotated,
+        )
+
+    def rope_type(self, module: Any, decoder: Any, layers: Sequence[int]) -> str:
+        """Return transformers' name of the rotation of these layers."""
+        return str(getattr(module, "rope_type", "default"))
+
+    def frequencies(self, module: Any, decoder: Any, layers: Sequence[int]) -> Any:
+        """Return the inverse frequencies of these layers, as the module computed them from its config."""
+        return getattr(module, "inv_freq", None)
+
+    def rotates(self, decoder: torch.nn.Module, layer: int) -> bool:
+        """Whether a layer of the model rotates its keys."""
+        return True
+
+
+class LearnedPositionsPatch(InterfacePatch):
+    """Positions are learned vectors, added to the embeddings once: keys cannot be given other positions afterwards."""
+
+    key_stage = "no_rope"
+
+    def rotary(self, decoder: torch.nn.Module, layers: Sequence[int]) -> RotarySpec:
+        """Refuse: nothing is rotated.
+
+        Raises:
+            UnsupportedModelError: always.
+        """
+        raise UnsupportedModelError(
+            f"positions='cache_local' moves rotated keys, but {type(decoder).__name__} adds learned positions to its "
+            "embeddings, which no key can be moved out of. Use positions='original'."
+        )

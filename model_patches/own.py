@@ -39,6 +39,11 @@ class OwnAttentionPatch(RotaryDecoderPatch, ABC):
             )
         return list(layers)
 
+    def attention(self, decoder: torch.nn.Module) -> torch.nn.Module:
+        """Return the first layer's attention module."""
+        first: torch.nn.Module = getattr(self.decoder_layers(decoder)[0], self.attention_name)
+        return first
+
     def own_attention(self, decoder: torch.nn.Module) -> OwnAttention:
         """Return the attention modules and the family's forward."""
         modules = tuple(getattr(layer, self.attention_name) for layer in self.decoder_layers(decoder))

@@ -110,7 +110,7 @@ def measured(loaded: LoadedModel, case: Case, label: str, budget: int) -> dict[s
 
 
 def _held(cache: Any, tokens: int) -> Tensor:
-    return kept_mask([cache.positions(layer) for layer in range(cache.num_layers)], tokens)
+    return kept_mask([cache.positions(layer) for layer in cache.policy_layers], tokens)
 
 
 def _asked(case: Case, label: str, budget: int) -> Tensor:

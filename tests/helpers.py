@@ -285,4 +285,4 @@ def assert_same_content(left: Any, right: Any, *, atol: float = 1e-5) -> None:
 
 def kept_positions(cache: Any, batch: int = 0) -> list[list[list[int]]]:
     """Return token positions per layer and owner of one batch row."""
-    return [[owner.tolist() for owner in cache.positions(layer, batch)] for layer in range(cache.num_layers)]
+    return [[owner.tolist() for owner in cache.positions(layer, batch)] for layer in cache.policy_layers]

@@ -84,7 +84,7 @@ def check_model(loaded: LoadedModel) -> CacheGeometry:
     config = text_config(unwrap(loaded.model).config)
     model_patch(config)
     geometry = CacheGeometry.from_config(config)
-    if any(window is not None for window in geometry.window_tokens):
+    if geometry.foreign_layers or any(window is not None for window in geometry.window_tokens):
         raise UnsupportedModelError(
             f"{loaded.name!r} has layers with a sliding window, whose attention does not reach a needle that lies "
             "further back. Profiles are measured on models with full attention."

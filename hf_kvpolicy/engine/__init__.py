@@ -1,6 +1,7 @@
 """The engine: one forward is one transaction over one published snapshot."""
 
 from .composition import Composition, Schedule
+from .foreign import layer_tensors
 from .plan import MAX_ROLLBACK_TOKENS
 from .published import RunStatistics
 from .runtime import Runtime
@@ -17,5 +18,6 @@ __all__ = [
     "Schedule",
     "SharedEvidence",
     "Snapshot",
+    "layer_tensors",
     "sharing",
 ]

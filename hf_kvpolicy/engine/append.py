@@ -15,6 +15,7 @@ from ..contract import Phase, Transaction
 from ..frame import LayerStep
 from ..masks import MaskRecord
 from ..storage import DenseRows, RowMap, growth_slots, stored_tensors
+from ..weighting import Weighting
 from .inputs import ForwardInputs
 from .queries import QueryWindow, held, hold_window
 from .snapshot import OpenSegment, Snapshot
@@ -36,6 +37,7 @@ class AppendStep(Step):
     def __init__(self, runtime: Runtime, snapshot: Snapshot, inputs: ForwardInputs, transaction: Transaction) -> None:
         super().__init__(runtime, snapshot, inputs, transaction)
         self._states: dict[int, Tensor] = {}
+        self._weights: dict[int, tuple[float, Weighting]] = {}
 
     def hold(self, queries: int) -> None:
         """Keep this segment open: hold its last queries (and the rule they see by) for a later selection."""
@@ -69,7 +71,8 @@ class AppendStep(Step):
                     self._queries[layer] = held(old, query_BQTD, self._window)
             if self._segment is None:
                 start = self.snapshot.frontier.columns
-                self._segment = OpenSegment(start_column=start, rule=record.rule_only(), scaling=scaling)
+                self._segment = OpenSegment(start_column=start, rule=record.rule_only())
+            self._weights[layer] = (scaling, self.weighting)
         if self.is_new_buffer(layer):
             self.note_transient(0)
         self.transaction.enter_through(layer, Phase.PACK)
@@ -110,7 +113,10 @@ class AppendStep(Step):
             queries = tuple(self._queries[i] for i in range(layers)) if self._window is not None else ()
             # Where the held queries came from is of no use later, and would keep a larger tensor alive.
             window = None if self._window is None else replace(self._window, index_BW=None)
-            segment = replace(self._segment, queries_BQWD=queries, window=window)
+            scalings, weightings = zip(*(self._weights[i] for i in range(layers)), strict=True)
+            segment = replace(
+                self._segment, queries_BQWD=queries, window=window, scalings=scalings, weightings=weightings
+            )
         # What is held, or waits, ends when it is chosen from.
         ends_prompt = self.inputs.length > 1 and not self.runtime.recording and self.holds_queries is None
         tail_before = old.tail_counts or (0,) * self.inputs.batch

@@ -25,6 +25,7 @@ from .evidence_blocks import (
     layers_at_once,
     observe_queries,
     query_clock,
+    sinks_of,
     workspace_bytes,
 )
 from .shared_evidence import evidence_once
@@ -45,6 +46,7 @@ class Carry:
         self._reference = weakref.ref(step)
         self._group = step.runtime.composition.group
         self._logits: dict[int, Tensor] = {}
+        self._sinks: dict[int, Tensor | None] = {}
         self._attended: dict[int, Tensor] = {}
         self._tokens_BT: Tensor | None = None
         self._clock_BT: Tensor | None = None
@@ -89,8 +91,12 @@ class Carry:
         self, layer: int, query_BQ1D: Tensor, keys_BSND: Tensor, values_BSND: Tensor, mask_BMTN: Tensor | None
     ) -> Tensor:
         """Attend with one decode query, holding its logits. [B, 1, Q, D]."""
-        output, logits, _ = attend_with_logits(query_BQ1D, keys_BSND, values_BSND, mask_BMTN, self._step.scaling)
+        step = self._step
+        output, logits, _ = attend_with_logits(
+            query_BQ1D, keys_BSND, values_BSND, mask_BMTN, step.scaling, step.weighting
+        )
         self._logits[layer] = logits.detach()
+        self._sinks[layer] = sinks_of(step.weighting, keys_BSND.shape[1])
         return output
 
     def shares_softmax(
@@ -137,7 +143,7 @@ class Carry:
         states = self._fresh(layer, keys_BSND)
         logits, end = self._logits.pop(layer, None), query_BQTD.shape[2] - self._step.waiting_queries
         if logits is not None and end:
-            self.evidence.observe_(states, self._block(layer, logits, view.tokens_BMW), self._group)
+            self.evidence.observe_(states, self._block(layer, logits, view.tokens_BMW, self._sinks[layer]), self._group)
         elif end:
             # Where pads follow a row's tokens, its last queries are not the last columns.
             keep_all = not self._step.inputs.left_padded
@@ -155,7 +161,10 @@ class Carry:
             logits = torch.stack([one.to(states_LBSNX.device) for one in held[part]])
             layers, batch = logits.shape[:2]
             layer_B = torch.arange(start, start + layers, device=logits.device).repeat_interleave(batch)
-            block = self._block(layer_B, logits.flatten(0, 1), tokens[part].flatten(0, 1), repeats=layers)
+            sinks = [self._sinks[layer] for layer in range(start, start + layers)]
+            block = self._block(
+                layer_B, logits.flatten(0, 1), tokens[part].flatten(0, 1), _of_batches(sinks, batch), repeats=layers
+            )
             self.evidence.observe_(states_LBSNX[part].view(-1, *states_LBSNX.shape[2:]), block, self._group)
 
     def workspace_bytes(self, query_BQTD: Tensor, states_BSNX: Tensor) -> int:
@@ -173,7 +182,15 @@ class Carry:
             states[:, :, : old.shape[3]] = old[layer].to(states.device)
         return states
 
-    def _block(self, layer: int | Tensor, logits_BSGTN: Tensor, tokens_BMN: Tensor, *, repeats: int = 1) -> QueryBlock:
+    def _block(
+        self,
+        layer: int | Tensor,
+        logits_BSGTN: Tensor,
+        tokens_BMN: Tensor,
+        sinks_BSG: Tensor | None,
+        *,
+        repeats: int = 1,
+    ) -> QueryBlock:
         """Return this forward's one query as a block; `repeats` layers may be folded into the batch."""
         real = self._step.inputs.real_BT
         return QueryBlock(
@@ -184,6 +201,7 @@ class Carry:
             real_BT=None if real is None else real.repeat(repeats, 1),
             clock_BT=self.clock_BT.repeat(repeats, 1),
             dtype=self._step.snapshot.rows[0].keys_BSCD.dtype,
+            sinks_BSG=sinks_BSG,
         )
 
     def _queries(
@@ -200,4 +218,11 @@ class Carry:
             view=view,
             visibility=visibility,
             scaling=self._step.scaling,
+            weighting=self._step.weighting,
         )
+
+
+def _of_batches(sinks_1SG: list[Tensor | None], batch: int) -> Tensor | None:
+    """Return the sinks of some layers for layers that are folded into the batch, [L * B, S, G]."""
+    found = [sinks for sinks in sinks_1SG if sinks is not None]
+    return torch.cat(found).repeat_interleave(batch, dim=0) if found else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..allocation import UNIFORM, Allocation, BlockDecay, Budget, DepthDecay, FamilyRule
-from ..errors import BudgetError, ConfigError, ManifestError, did_you_mean
+from ..errors import BudgetError, ConfigError, ManifestError, UnsupportedModelError, did_you_mean
 from ..evidence import GROUPS, CarriedEvidence, Evidence
 from ..geometry import CacheGeometry
 from ..representation import ORIGINAL_ROWS, RowRepresentation
@@ -187,6 +187,19 @@ class Composition:
             return count
         at_once = int((self.drop_ratio or 0.0) * budget_rows)
         return count - max(at_once, count - budget_rows)
+
+    def check_model(self, geometry: CacheGeometry) -> None:
+        """Reject a model that the method cannot act on.
+
+        Raises:
+            UnsupportedModelError: tokens would be dropped between layers, some of which count every token.
+        """
+        if self.pruning is not None and geometry.foreign_layers:
+            raise UnsupportedModelError(
+                f"{self.policy} drops tokens between layers, but this {geometry.model_type!r} model has sliding layers "
+                "beside full ones, which hold the last tokens fed. Use a policy that compresses at the end of a "
+                "prompt, such as snapkv."
+            )
 
     def check_rows(self, rows: int) -> None:
         """Reject a row budget that protected rows fill.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..errors import StaleGenerationError
+from .composition import Composition
+from .foreign import cropped_layers
 from .snapshot import Frontier, Snapshot
 
-__all__ = ["cropped"]
+__all__ = ["cropped", "refuse_untakeable"]
 
 
 def cropped(snapshot: Snapshot, removed: int) -> Snapshot:
@@ -15,11 +18,15 @@ def cropped(snapshot: Snapshot, removed: int) -> Snapshot:
     The caller makes sure that no row was dropped at or after the first removed column. Buffers are shared: slots whose
     rows are gone are simply dead.
     """
-    if not removed:
+    if not removed and not snapshot.foreign:
         return snapshot
+    # Sliding layers let go of what only rejected tokens could have needed, even where none is rejected.
+    foreign = cropped_layers(snapshot.foreign, removed, snapshot.frontier.columns - removed)
+    if not removed:
+        return replace(snapshot, foreign=foreign)
     frontier = snapshot.frontier.cropped(removed)
     if not frontier.columns:
-        return Snapshot(generations=snapshot.generations, frontier=Frontier(), budget_rows=None)
+        return Snapshot(generations=snapshot.generations, frontier=Frontier(), budget_rows=None, foreign=foreign)
     lost = [a - b for a, b in zip(snapshot.frontier.tokens, frontier.tokens, strict=True)]
     tail, maps, ragged = snapshot.tail, snapshot.maps, snapshot.ragged
     from_tail = 0 if tail is None else min(removed, tail.width)
@@ -35,6 +42,7 @@ def cropped(snapshot: Snapshot, removed: int) -> Snapshot:
     kept = replace(
         snapshot,
         frontier=frontier,
+        foreign=foreign,
         maps=maps,
         ragged=ragged,
         tail=tail,
@@ -51,6 +59,27 @@ def cropped(snapshot: Snapshot, removed: int) -> Snapshot:
         return kept
     # The whole answer is gone: no query that is taken back left anything in a score.
     return replace(kept, scores_LBSWX=None)
+
+
+def refuse_untakeable(
+    snapshot: Snapshot, successor: Snapshot | None, policy: Composition, removed: int, left: int
+) -> None:
+    """Refuse to take back accepted tokens that left a trace in what would stay.
+
+    Raises:
+        StaleGenerationError: their queries are part of scores, or rows were dropped since.
+    """
+    scored = policy.carries_scores or (successor is not None and successor.scores_LBSWX is not None)
+    if scored and 0 < left < snapshot.frontier.columns:
+        raise StaleGenerationError(
+            f"crop(-{removed}) would take back accepted tokens, whose queries are part of the scores of the rows they "
+            f"saw. {policy.before_taking_back}"
+        )
+    if successor is None:
+        raise StaleGenerationError(
+            f"crop(-{removed}) goes back to column {left}, but rows were dropped for good at column "
+            f"{snapshot.evicted_at_column}. {policy.before_taking_back}"
+        )
 
 
 def _at_most(marks: tuple[int, ...], tokens: tuple[int, ...]) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from ..evidence import CarriedEvidence, LayerObservation
 from ..geometry import CacheGeometry
 from ..selection import Kept, keep_best, kept_index, reduce_heads
 from ..storage import DenseRows, RowMap, gather_rows, growth_slots, pack_rows
+from ..weighting import PLAIN, Weighting
 from .composition import Composition
 from .shared_evidence import evidence_once
 from .visibility import SeenRows
@@ -43,6 +44,7 @@ class Observed:
     real_BW: Tensor | None
     visibility: SeenRows | None
     scaling: float
+    weighting: Weighting = PLAIN
 
 
 @dataclass(slots=True, eq=False)
@@ -146,6 +148,7 @@ class Decider:
             tokens_BMN=candidates.map.tokens_BMW,
             visibility=seen.visibility,
             scaling=seen.scaling,
+            weighting=seen.weighting,
             state_BSNX=candidates.states_BSNX,
         )
         heads = policy.stored_heads(self._geometry)

@@ -100,6 +100,7 @@ def laid_behind(chosen: Snapshot, waiting: Snapshot, length: int) -> Snapshot:
     return replace(
         chosen,
         frontier=waiting.frontier,
+        foreign=waiting.foreign,
         rows=tuple(rows),
         tail=new,
         counts=tuple(count + more for count, more in zip(chosen.counts, new_counts, strict=True)),
@@ -161,7 +162,8 @@ def _states(
         keys_BSND=keys,
         view=table,
         visibility=visibility,
-        scaling=segment.scaling,
+        scaling=segment.scalings[layer],
+        weighting=segment.weightings[layer],
     )
     observe_queries(evidence, runtime.composition.group, states, queries, keep_all=True)
     return states
@@ -194,5 +196,6 @@ def _observe(
         queries_BQWD=queries,
         real_BW=window.real_BW,
         visibility=SeenRows(visibility=visibility, view=candidates.map, columns_BW=window.columns_BW),
-        scaling=segment.scaling,
+        scaling=segment.scalings[layer],
+        weighting=segment.weightings[layer],
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..evidence import CarriedEvidence, QueryBlock, mask_logits_
 from ..storage import RowMap
+from ..weighting import PLAIN, Weighting
 
 if TYPE_CHECKING:
     from .visibility import Visibility
@@ -30,6 +31,7 @@ __all__ = [
     "layers_at_once",
     "observe_queries",
     "query_clock",
+    "sinks_of",
     "workspace_bytes",
 ]
 
@@ -56,6 +58,7 @@ class SegmentQueries:
     view: RowMap
     visibility: Visibility
     scaling: float
+    weighting: Weighting = PLAIN
 
     def blocks(self, first: int, end: int, width: int) -> Iterator[tuple[slice, int, QueryBlock]]:
         """Yield the queries from `first` to `end`, `width` at a time: (which, rows that any of them sees, block)."""
@@ -63,7 +66,8 @@ class SegmentQueries:
         for start in range(first, end, width):
             part = slice(start, min(end, start + width))
             mask, seen = self.visibility.for_block(self.view, self.columns_BT[:, part], start, total)
-            logits = grouped_logits(self.queries_BQTD[:, :, part], self.keys_BSND[:, :, :seen], mask, self.scaling)
+            queries, keys = self.queries_BQTD[:, :, part], self.keys_BSND[:, :, :seen]
+            logits = grouped_logits(queries, keys, mask, self.scaling, weighting=self.weighting)
             # A bias is as large as the logits, and would lie beside their weights.
             del mask
             yield (
@@ -77,20 +81,26 @@ class SegmentQueries:
                     real_BT=None if self.real_BT is None else self.real_BT[:, part],
                     clock_BT=self.clock_BT[:, part],
                     dtype=self.keys_BSND.dtype,
+                    sinks_BSG=sinks_of(self.weighting, self.keys_BSND.shape[1]),
                 ),
             )
 
 
 def attend_with_logits(
-    query_BQ1D: Tensor, keys_BSND: Tensor, values_BSND: Tensor, mask_BMTN: Tensor | None, scaling: float
+    query_BQ1D: Tensor,
+    keys_BSND: Tensor,
+    values_BSND: Tensor,
+    mask_BMTN: Tensor | None,
+    scaling: float,
+    weighting: Weighting = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attend with one decode query; return (output [B, 1, Q, D], logits and attention [B, S, G, 1, N] in fp32).
 
     The output has the model's precision: in fp64 the softmax is taken in fp64, in half precision in fp32.
     """
     wide = torch.promote_types(query_BQ1D.dtype, torch.float32)
-    logits = grouped_logits(query_BQ1D, keys_BSND, mask_BMTN, scaling, dtype=wide)
-    attention = torch.softmax(logits, dim=-1)
+    logits = grouped_logits(query_BQ1D, keys_BSND, mask_BMTN, scaling, dtype=wide, weighting=weighting)
+    attention = weighting.weights(logits)
     batch, stored, size, _, rows = logits.shape
     weights = attention.view(batch * stored, size, rows).to(values_BSND.dtype)
     output = torch.bmm(weights, values_BSND.flatten(0, 1)).view(batch, 1, stored * size, -1)
@@ -104,17 +114,23 @@ def grouped_logits(
     scaling: float,
     *,
     dtype: torch.dtype = torch.float32,
+    weighting: Weighting = PLAIN,
 ) -> Tensor:
-    """Return scaled logits [B, S, G, T, N], -inf where a query does not see a row; masks as in `mask_logits_`."""
+    """Return scaled, capped logits [B, S, G, T, N], -inf where a query does not see a row; masked by `mask_logits_`."""
     batch, heads, tokens, dim = query_BQTD.shape
     stored, rows = keys_BSND.shape[1], keys_BSND.shape[2]
     folded = query_BQTD.reshape(batch * stored, heads // stored * tokens, dim).to(dtype) * scaling
     # One plain product: a general one makes more calls, and those are what a decode step of a small model waits for.
-    logits = torch.bmm(folded, keys_BSND.to(dtype).flatten(0, 1).transpose(1, 2))
+    logits = weighting.cap_(torch.bmm(folded, keys_BSND.to(dtype).flatten(0, 1).transpose(1, 2)))
     logits = logits.view(batch, stored, heads // stored, tokens, rows)
     if mask_BMTN is not None:
         mask_logits_(logits, mask_BMTN)
     return logits
+
+
+def sinks_of(weighting: Weighting, stored: int) -> Tensor | None:
+    """Return a layer's sinks as a block of queries has them, fp32 [1, S, G]."""
+    return None if weighting.sinks_Q is None else weighting.sinks_Q.float().view(1, stored, -1)
 
 
 def block_queries(batch: int, query_heads: int, rows: int) -> int:

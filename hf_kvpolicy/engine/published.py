@@ -43,6 +43,11 @@ class Visible:
     snapshot: Snapshot
     waiting: Waiting | None = None
 
+    @property
+    def newest(self) -> Snapshot:
+        """What waits, or what is published where nothing does."""
+        return self.snapshot if self.waiting is None else self.waiting.snapshot
+
     def each(self, act: Callable[[Snapshot], Snapshot]) -> Visible:
         """Return both with an action on their snapshots."""
         waiting = self.waiting

@@ -16,9 +16,10 @@ from ..geometry import CacheGeometry
 from ..positions import AlibiSpec, RotarySpec
 from ..storage import stored_tensors
 from .composition import Composition
-from .crop import cropped
+from .crop import cropped, refuse_untakeable
 from .deferred import absorb_held, decide_appended, laid_behind
 from .exclusive import SUPERSEDED, Exclusive, exclusive
+from .foreign import ForeignLayers, blank_layers
 from .inputs import read_inputs
 from .plan import MAX_ROLLBACK_TOKENS, budget_rows, plan_step, selects_segments
 from .published import RunStatistics, Visible, Waiting
@@ -40,6 +41,7 @@ class Runtime(Exclusive):
         rotary: Callable[[], RotarySpec],
         element_bytes: Callable[[], int],
         alibi: AlibiSpec | None = None,
+        foreign: ForeignLayers = (),
     ) -> None:
         """Start empty.
 
@@ -47,13 +49,14 @@ class Runtime(Exclusive):
             rotary: returns how the bound model rotates keys (asked for only by cache-local positions).
             element_bytes: returns the size of one K/V element of the bound model (asked for by byte budgets).
             alibi: how logits are biased by distance, in families without positions in keys.
+            foreign: empty cache layers of transformers for the layers no policy acts on.
         """
         super().__init__()
         self.composition, self.geometry = composition, geometry
         self.rotary, self.element_bytes, self.alibi = rotary, element_bytes, alibi
         start = Generations(request=1, cache=0, policy=1, state=0)
         self.clock = GenerationClock(start)
-        self._visible = Visible(Snapshot(generations=start, frontier=Frontier()))
+        self._visible = Visible(Snapshot(generations=start, frontier=Frontier(), foreign=foreign))
         self.parent: Generations | None = None
         self.step: Step | None = None
         self.statistics = RunStatistics()
@@ -80,8 +83,7 @@ class Runtime(Exclusive):
         """Open a forward: drop what a dead one left, validate, accept what waits, plan."""
         self.prefetch()
         with stored_tensors():
-            before = self.snapshot if self.waiting is None else self.waiting.snapshot
-            inputs = read_inputs(module, arguments, before, reader, self.composition.token_kinds)
+            inputs = read_inputs(module, arguments, self._visible.newest, reader, self.composition.token_kinds)
             self.accept(0, by_crop=False)
             if inputs.length == 1 and self.snapshot.open_segment is not None:
                 self.finish_prefill()
@@ -90,7 +92,9 @@ class Runtime(Exclusive):
         self.statistics = replace(self.statistics, forwards=self.statistics.forwards + 1)
 
     @exclusive
-    def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[Step, torch.Tensor, torch.Tensor]:
+    def update(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, *, foreign: bool = False
+    ) -> tuple[Step, torch.Tensor, torch.Tensor]:
         """Hand a layer's new rows to the forward that this thread began; return it and what its attention reads.
 
         Raises:
@@ -99,7 +103,13 @@ class Runtime(Exclusive):
         step = self.step
         if step is None or not self.is_latest():
             raise StaleGenerationError(SUPERSEDED)
-        return step, *step.update(layer, keys, values)
+        take = step.update_foreign if foreign else step.update
+        return step, *take(layer, keys, values)
+
+    @property
+    def foreign(self) -> ForeignLayers:
+        """Transformers' own layers as of now: of the forward in flight, of the one that waits, or published."""
+        return self._visible.newest.foreign if self.step is None else self.step.foreign
 
     def require_current(self, step: Step) -> None:
         """Refuse a layer of a forward that is no longer the one in flight.
@@ -210,31 +220,15 @@ class Runtime(Exclusive):
                 self.accept(removed, by_crop=True)
                 return
             left = self.snapshot.frontier.columns - (removed - waiting)
-            is_partial = 0 < left < self.snapshot.frontier.columns
-            if self.composition.carries_scores and is_partial:
-                self._refuse_scored(removed)
-            if left < self.snapshot.evicted_at_column:
-                raise StaleGenerationError(
-                    f"crop(-{removed}) goes back to column {left}, but rows were dropped for good at column "
-                    f"{self.snapshot.evicted_at_column}. {self.composition.before_taking_back}"
-                )
-            if removed > waiting:
-                successor = cropped(self.snapshot, removed - waiting)
-                if successor.scores_LBSWX is not None and is_partial:
-                    self._refuse_scored(removed)
+            successor = cropped(self.snapshot, removed - waiting) if left >= self.snapshot.evicted_at_column else None
+            refuse_untakeable(self.snapshot, successor, self.composition, removed, left)
+            if removed > waiting and successor is not None:
                 self._republish(successor)
-
-    def _refuse_scored(self, removed: int) -> None:
-        raise StaleGenerationError(
-            f"crop(-{removed}) would take back accepted tokens, whose queries are part of the scores of the rows they "
-            f"saw. {self.composition.before_taking_back}"
-        )
 
     @property
     def columns(self) -> int:
         """Columns ever fed, waiting ones included."""
-        current = self.snapshot if self.waiting is None else self.waiting.snapshot
-        return current.frontier.columns
+        return self._visible.newest.frontier.columns
 
     # -- selections outside a forward ---------------------------------------------------------------------------------
 
@@ -278,7 +272,8 @@ class Runtime(Exclusive):
         """Forget everything and serve a new request; numbers are never reused."""
         self.rollback()
         generations = self.clock.successor(self.snapshot.generations, request=True)
-        self._visible = Visible(Snapshot(generations=generations, frontier=Frontier()))
+        foreign = blank_layers(self.snapshot.foreign)
+        self._visible = Visible(Snapshot(generations=generations, frontier=Frontier(), foreign=foreign))
         self._recording, self._recorded_any = False, False
         self.parent = None
         self.statistics = RunStatistics()

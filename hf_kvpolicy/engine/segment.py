@@ -95,6 +95,7 @@ class SegmentStep(Step):
             real_BW=None if window is None else window.real_BW,
             visibility=SeenRows(visibility=visibility, view=view, columns_BW=columns),
             scaling=scaling,
+            weighting=self.weighting,
         )
         self.decider.observe(layer, candidates, observed)
         self.rows = self.decider.rows

@@ -14,6 +14,8 @@ from torch import Tensor
 from ..contract import Generations
 from ..masks import MaskRecord
 from ..storage import DenseRows, RaggedLayer, RaggedMap, RaggedRows, RowMap, owners_of
+from ..weighting import Weighting
+from .foreign import ForeignLayers, selected_layers
 from .placement import Moves, Placement
 from .queries import QueryWindow
 
@@ -74,7 +76,9 @@ class OpenSegment:
     start_column: int
     # The masking rule of the segment, without masks of its own.
     rule: MaskRecord
-    scaling: float
+    # How each layer makes weights of its products; set as the segment's first forward ends.
+    scalings: tuple[float, ...] = ()
+    weightings: tuple[Weighting, ...] = ()
     # Which queries are held and, per layer, the queries [B, Q, W, D]; none for evidence that needs none.
     window: QueryWindow | None = None
     queries_BQWD: tuple[Tensor, ...] = ()
@@ -144,6 +148,8 @@ class Snapshot:
     evicted_at_column: int = 0
     # Where parts that were offloaded belong; None while nothing is away.
     home: Placement | None = None
+    # Cache layers of transformers that hold the layers no policy acts on (`engine/foreign.py`).
+    foreign: ForeignLayers = ()
 
     @property
     def batch_size(self) -> int:
@@ -328,4 +334,5 @@ class Snapshot:
             segment_tokens=tuple(self.segment_tokens[i] for i in index) if self.segment_tokens else (),
             settled_tokens=tuple(self.settled_tokens[i] for i in index) if self.settled_tokens else (),
             open_segment=None if segment is None else segment.batch(on(self.device)),
+            foreign=selected_layers(self.foreign, on(self.device)),
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,9 @@ from ..frame import KeptTokens, LayerStep, leave_forward
 from ..masks import MaskRecord
 from ..positions import AlibiSpec, Shift, alibi_in, local_shift, shift_keys
 from ..storage import DenseRows, RowMap, stored_tensors
+from ..weighting import PLAIN, Weighting
 from .carry import Carry
+from .foreign import settled_layers, working_layers
 from .inputs import ForwardInputs
 from .snapshot import Snapshot
 from .visibility import Visibility
@@ -44,7 +47,8 @@ class Step(ABC):
         # Ragged rows take their states along in their map, and a selection updates them owner by owner.
         evidence, dense = policy.evidence, policy.storage == "dense"
         self.carry = Carry(self, evidence) if dense and isinstance(evidence, CarriedEvidence) else None
-        self.scaling = 1.0
+        # How the layer in hand makes weights of its products.
+        self.scaling, self.weighting = 1.0, PLAIN
         self.transient_bytes = 0
         self.width_after = snapshot.width + inputs.length
         self._expected = (inputs.batch, geometry.num_kv_heads, inputs.length, geometry.key_dim)
@@ -58,7 +62,8 @@ class Step(ABC):
         self._view: RowMap | None = None
         self._columns: Tensor | None = None
         self._shift_BP: Tensor | None = None
-        self._layers_left = geometry.num_layers
+        self.foreign = working_layers(snapshot.foreign, recording=runtime.recording)
+        self._layers_left = geometry.num_layers + len(self.foreign)
 
     # -- the two calls of a layer -------------------------------------------------------------------------------------
 
@@ -88,31 +93,62 @@ class Step(ABC):
 
         Without a backend nobody reads the output, and none is computed: the layer's output is known already.
         """
-        self.runtime.require_current(self)
-        if not isinstance(record, MaskRecord):
-            raise ConfigError(
-                f"Layer {step.layer} received a ready-made attention mask ({type(record).__name__}) together with a "
-                "policy cache. Pass a 2-D attention_mask; 4-D masks are tied to an uncompressed cache."
-            )
-        refuse_unhandled(kwargs)
+        self._check_attention(backend, step, record, kwargs)
         try:
             self.transaction.enter(step.layer, Phase.ATTEND)
-            self.scaling = float(kwargs["scaling"])
+            self.scaling, self.weighting = float(kwargs["scaling"]), Weighting.of(kwargs)
             output = None
             if backend is not None and module is not None:
                 self.admit(backend)
                 output = self._attention(backend, module, query, step, record, kwargs)
             self.attended(step.layer, query, step, record, self.scaling)
-            self._layers_left -= 1
-            if not self._layers_left:
-                with stored_tensors():
-                    self.runtime.publish(self, self.successor())
-                leave_forward()
+            self._layer_done()
         except IntegrityError:
             # A forward that another thread began meanwhile aborts this one: that is the reason to name.
             self.runtime.require_current(self)
             raise
         return output
+
+    def update_foreign(self, index: int, keys_BHTD: Tensor, values_BHTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Take the new rows of a layer no policy acts on; return what transformers' own layer would."""
+        stock = self.foreign[index]
+        if stock.get_seq_length() != self.snapshot.frontier.columns:
+            self._refuse_again(self.runtime.geometry.foreign_layers[index])
+        keys, values = stock.update(keys_BHTD, values_BHTD)
+        return keys, values
+
+    def attend_foreign(
+        self,
+        backend: str | None,
+        module: torch.nn.Module | None,
+        query: Tensor,
+        step: LayerStep,
+        record: Any,
+        kwargs: dict[str, Any],
+    ) -> Tensor | None:
+        """Attend in a layer no policy acts on, as it would without us; the last layer publishes. [B, T, Q, D]."""
+        self._check_attention(backend, step, record, kwargs)
+        output = None
+        if backend is not None and module is not None:
+            output = run_stock(backend, module, query, step.keys, step.values, record.stock, **kwargs)[0]
+        self._layer_done()
+        return output
+
+    def _check_attention(self, backend: str | None, step: LayerStep, record: Any, kwargs: dict[str, Any]) -> None:
+        self.runtime.require_current(self)
+        if not isinstance(record, MaskRecord):
+            raise ConfigError(
+                f"Layer {step.model_layer} received a ready-made attention mask ({type(record).__name__}) together "
+                "with a policy cache. Pass a 2-D attention_mask; 4-D masks are tied to an uncompressed cache."
+            )
+        refuse_unhandled(kwargs, backend)
+
+    def _layer_done(self) -> None:
+        self._layers_left -= 1
+        if not self._layers_left:
+            with stored_tensors():
+                self.runtime.publish(self, replace(self.successor(), foreign=settled_layers(self.foreign)))
+            leave_forward()
 
     # -- what a kind of forward does ----------------------------------------------------------------------------------
 
@@ -226,6 +262,8 @@ class Step(ABC):
         """
         if not self._pinned_rows or self.runtime.alibi is not None:
             return
+        if not self.runtime.rotary().rotates(layer):
+            return  # working slots hold pristine keys: nothing in them depends on the position
         if self._moved is None:
             self._moved = self._move_pinned()
         rows.keys_BSCD.narrow(2, 0, self._pinned_rows).copy_(self._moved[layer])

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ..weighting import PLAIN, Weighting
+
 __all__ = ["Evidence", "LayerObservation", "Visibility"]
 
 
@@ -47,6 +49,8 @@ class LayerObservation:
     first_head: int = 0
     # States that rows carry, [B, S, N, X]; None for evidence without any.
     state_BSNX: Tensor | None = None
+    # What the layer does beyond a softmax; sinks are those of the observed queries' heads.
+    weighting: Weighting = PLAIN
 
 
 class Evidence(Protocol):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..weighting import spend_on_sinks
 from .base import LayerObservation
 
 __all__ = ["CarriedEvidence", "QueryBlock", "reduce_group"]
@@ -33,11 +34,22 @@ class QueryBlock:
     # Decode tokens accepted since the last prompt segment, counted with each query; 0 in a prompt segment.
     clock_BT: Tensor
     dtype: torch.dtype
+    # Logits that take attention and give nothing, [B or 1, S, G]; None for families without any.
+    sinks_BSG: Tensor | None = None
 
     @cached_property
     def attention_BSGTN(self) -> Tensor:
         """Ordinary attention of these queries, fp32; rows of pads are zero."""
-        return self.without_pads(torch.softmax(self.logits_BSGTN, dim=-1))
+        return self.weights(self.logits_BSGTN)
+
+    def weights(self, logits_BSGTN: Tensor, temperature_B11T1: Tensor | None = None) -> Tensor:
+        """Return the softmax of logits, over a temperature if given; rows of pads are zero, sinks take their share."""
+        sinks = None if self.sinks_BSG is None else self.sinks_BSG[..., None, None]
+        if temperature_B11T1 is not None:
+            logits_BSGTN = logits_BSGTN / temperature_B11T1
+            sinks = None if sinks is None else sinks / temperature_B11T1
+        weights = torch.softmax(logits_BSGTN, dim=-1)
+        return self.without_pads(weights if sinks is None else spend_on_sinks(weights, logits_BSGTN, sinks))
 
     def without_pads(self, weights_BSGTN: Tensor) -> Tensor:
         """Return weights with the rows of pad queries set to zero (a pad may see nothing at all)."""

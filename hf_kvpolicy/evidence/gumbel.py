@@ -54,7 +54,8 @@ class GumbelSoftmax(CarriedEvidence):
         noise = gumbel_noise(self.seed, block.layer, stored * size, block.query_tokens_BT, tokens)
         noise_BSGTN = noise.view(batch, stored, size, queries, rows)
         tau = self.temperature(block.clock_BT)[:, None, None, :, None]
-        weights = block.without_pads(torch.softmax((block.logits_BSGTN + noise_BSGTN) / tau, dim=-1))
+        # A sink is no row: it takes its share without noise.
+        weights = block.weights(block.logits_BSGTN + noise_BSGTN, tau)
         if self.freezes_keys:
             # A new prompt chooses its keys afresh: marks of the one before must not outrank its scores.
             keeps_B = (block.clock_BT > 0).any(dim=1)

@@ -73,12 +73,12 @@ class RecentAttention:
             stop = min(queries, start + width)
             mask, covered = seen.visibility.block(start, stop)
             block = seen.queries_BQWD[:, :, start:stop].float().reshape(batch, heads, size * (stop - start), -1)
-            logits = torch.matmul(block * seen.scaling, keys_BHND[:, :, :covered].transpose(2, 3))
-            logits = logits.view(batch, heads, size, stop - start, covered)
+            products = torch.matmul(block * seen.scaling, keys_BHND[:, :, :covered].transpose(2, 3))
+            logits = seen.weighting.cap_(products).view(batch, heads, size, stop - start, covered)
             if mask is not None:
                 mask_logits_(logits, mask)
                 del mask  # a bias is as large as the logits
-            votes_BHGN[..., :covered] += torch.matmul(weight_W[start:stop], torch.softmax(logits, dim=-1))
+            votes_BHGN[..., :covered] += torch.matmul(weight_W[start:stop], seen.weighting.weights(logits))
         return reduce_group(votes_BHGN, group)
 
     def workspace_bytes(self, queries_BQWD: Tensor, rows: int) -> int:

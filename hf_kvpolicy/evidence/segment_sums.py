@@ -48,12 +48,12 @@ class SegmentAttention:
             stop = min(queries, start + width)
             mask, covered = seen.visibility.block(start, stop)
             block = seen.queries_BQWD[:, :, start:stop].float().reshape(batch, heads, size * (stop - start), -1)
-            logits = torch.matmul(block, keys_BHND[:, :, :covered].transpose(2, 3)).mul_(seen.scaling)
-            logits = logits.view(batch, heads, size, stop - start, covered)
+            products = torch.matmul(block, keys_BHND[:, :, :covered].transpose(2, 3)).mul_(seen.scaling)
+            logits = seen.weighting.cap_(products).view(batch, heads, size, stop - start, covered)
             if mask is not None:
                 mask_logits_(logits, mask)
                 del mask  # a bias is as large as the logits
-            attention = torch.softmax(logits, dim=-1)
+            attention = seen.weighting.weights(logits)
             if seen.observed_BW is not None:
                 # A pad's query may see nothing at all; its row is NaN and must not vote.
                 attention.masked_fill_(~seen.observed_BW[:, None, None, start:stop, None], 0.0)

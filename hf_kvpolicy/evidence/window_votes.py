@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import ConfigError
+from ..weighting import Weighting
 from .base import LayerObservation
 from .carried import reduce_group
 from .masking import mask_logits_
@@ -61,7 +62,8 @@ class WindowVotes:
         for head in range(heads):
             queries = seen.queries_BQWD[:, head * group_size : (head + 1) * group_size].float()
             mask = None if visible is None else _of_head(visible, head, heads)
-            votes_BGN = _summed_attention(queries, seen.keys_BHND[:, head].float(), mask, seen)
+            weighting = seen.weighting.of_owners([head], heads)
+            votes_BGN = _summed_attention(queries, seen.keys_BHND[:, head].float(), mask, seen, weighting)
             parts.append(votes_BGN if score_heads > heads else reduce_group(votes_BGN[:, None], group))
         return torch.cat(parts, dim=1)
 
@@ -79,11 +81,13 @@ class WindowVotes:
         return {"window": self.window_queries, "kernel_size": self.kernel_size, "pooling": self.pooling}
 
 
-def _summed_attention(queries_BGWD: Tensor, keys_BND: Tensor, mask: Tensor | None, seen: LayerObservation) -> Tensor:
-    logits = torch.matmul(queries_BGWD, keys_BND[:, None].transpose(2, 3)).mul_(seen.scaling)
+def _summed_attention(
+    queries_BGWD: Tensor, keys_BND: Tensor, mask: Tensor | None, seen: LayerObservation, weighting: Weighting
+) -> Tensor:
+    logits = weighting.cap_(torch.matmul(queries_BGWD, keys_BND[:, None].transpose(2, 3)).mul_(seen.scaling))
     if mask is not None:
         mask_logits_(logits[:, None], mask)
-    attention = torch.softmax(logits, dim=-1)
+    attention = weighting.weights(logits)
     if seen.observed_BW is not None:
         # A pad's query may see nothing at all; its row is NaN and must not vote.
         attention.masked_fill_(~seen.observed_BW[:, None, :, None], 0.0)

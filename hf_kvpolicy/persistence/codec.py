@@ -20,6 +20,7 @@ from ..engine.snapshot import Frontier, OpenSegment, Snapshot
 from ..errors import BackendAdmissionError, ConfigError, IntegrityError
 from ..masks import MaskRecord
 from ..storage import DenseRows, RaggedLayer, RaggedMap, RaggedRows, RowMap
+from ..weighting import Weighting
 
 __all__ = ["Tensors", "decode", "encode"]
 
@@ -74,6 +75,7 @@ def encode(snapshot: Snapshot) -> tuple[dict[str, Any], Tensors]:
         "last_was_segment": snapshot.last_was_segment,
         "decision_epoch": snapshot.decision_epoch,
         "evicted_at_column": snapshot.evicted_at_column,
+        "foreign": [_encode_foreign(layer, f"foreign.{i}", tensors) for i, layer in enumerate(snapshot.foreign)],
     }
     if snapshot.open_segment is not None:
         facts["open_segment"] = _encode_segment(snapshot.open_segment, tensors)
@@ -81,9 +83,16 @@ def encode(snapshot: Snapshot) -> tuple[dict[str, Any], Tensors]:
 
 
 def decode(
-    facts: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device, layer_devices: Sequence[torch.device]
+    facts: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    device: torch.device,
+    layer_devices: Sequence[torch.device],
+    foreign: Sequence[tuple[Any, torch.device]] = (),
 ) -> Snapshot:
     """Rebuild a snapshot on the devices given; every tensor is copied.
+
+    Args:
+        foreign: empty cache layers of transformers for the layers no policy acts on, and where each belongs.
 
     Raises:
         IntegrityError: facts and tensors do not belong together.
@@ -120,6 +129,10 @@ def decode(
         last_was_segment=facts["last_was_segment"],
         decision_epoch=facts["decision_epoch"],
         evicted_at_column=facts["evicted_at_column"],
+        foreign=tuple(
+            _decode_foreign(fact, layer, f"foreign.{i}", pool, at)
+            for i, (fact, (layer, at)) in enumerate(zip(facts["foreign"], foreign, strict=True))
+        ),
     )
     pool.require_empty()
     _check_shapes(snapshot)
@@ -255,6 +268,9 @@ def _check_shapes(snapshot: Snapshot) -> None:
 def _encode_segment(segment: OpenSegment, tensors: Tensors) -> dict[str, Any]:
     for layer, queries in enumerate(segment.queries_BQWD):
         tensors[f"segment.queries.{layer}"] = queries
+    for layer, weighting in enumerate(segment.weightings):
+        if weighting.sinks_Q is not None:
+            tensors[f"segment.sinks.{layer}"] = weighting.sinks_Q
     window = segment.window
     if window is not None:
         tensors["segment.columns"] = window.columns_BW
@@ -263,7 +279,8 @@ def _encode_segment(segment: OpenSegment, tensors: Tensors) -> dict[str, Any]:
                 tensors[f"segment.{name}"] = part
     return {
         "start_column": segment.start_column,
-        "scaling": segment.scaling,
+        "scalings": list(segment.scalings),
+        "softcaps": [weighting.softcap for weighting in segment.weightings],
         "rule": _rule_facts(segment.rule),
         "held_layers": len(segment.queries_BQWD),
         "has_window": window is not None,
@@ -280,11 +297,33 @@ def _decode_segment(
         window = QueryWindow(columns_BW=columns, real_BW=parts[0], index_BW=parts[1])
     return OpenSegment(
         start_column=facts["start_column"],
-        scaling=facts["scaling"],
+        scalings=tuple(facts["scalings"]),
+        weightings=tuple(
+            Weighting(softcap=softcap, sinks_Q=pool.take_if_any(f"segment.sinks.{i}", layer_devices[i]))
+            for i, softcap in enumerate(facts["softcaps"])
+        ),
         rule=_rule(facts["rule"]),
         window=window,
         queries_BQWD=tuple(pool.take(f"segment.queries.{i}", layer_devices[i]) for i in range(facts["held_layers"])),
     )
+
+
+def _encode_foreign(layer: Any, name: str, tensors: Tensors) -> dict[str, Any]:
+    if layer.is_initialized:
+        tensors[f"{name}.keys"], tensors[f"{name}.values"] = layer.keys, layer.values
+    return {"columns": int(layer.get_seq_length()), "window": int(layer.sliding_window)}
+
+
+def _decode_foreign(fact: Mapping[str, Any], layer: Any, name: str, pool: _Pool, device: torch.device) -> Any:
+    if int(layer.sliding_window) != fact["window"]:
+        raise IntegrityError(
+            f"The saved cache has a sliding layer of {fact['window']} tokens; the model's has {layer.sliding_window}."
+        )
+    keys, values = (pool.take_if_any(f"{name}.{part}", device) for part in ("keys", "values"))
+    if keys is not None and values is not None:
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values, layer.cumulative_length = keys, values, fact["columns"]
+    return layer
 
 
 def _rule_facts(rule: MaskRecord) -> dict[str, Any]:

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ..attach import attached_backend, detach, unwrap
 from ..cache import PolicyCache
-from ..compat import transformers_version
+from ..compat import stock_layers, transformers_version
 from ..config import policy_options
 from ..contract import Generations, sha256_of, to_plain_json
 from ..engine import RunStatistics
 from ..errors import CheckpointAdmissionError, ConfigError, IntegrityError, ManifestError
 from ..fingerprint import checkpoint_fingerprint
-from ..geometry import CacheGeometry, text_config
+from ..geometry import CacheGeometry
 from ..records import Identity
 from ..registry import model_patch, policy_class
 from ..storage import stored_tensors
@@ -43,13 +43,18 @@ def load_cache(directory: str | os.PathLike[str], model: torch.nn.Module) -> Pol
     place, inner = Path(directory), unwrap(model)
     record = _read_record(place)
     try:
-        decoder = model_patch(text_config(inner.config)).decoder(inner)
+        decoder = model_patch(inner.config).decoder(inner)
         _admit_policy(record)
         _admit_model(record, decoder)
         tensors = _read_tensors(place, record)
-        layer_devices = _layer_devices(decoder, record["geometry"]["num_layers"])
+        config: Any = decoder.config
+        geometry = CacheGeometry.from_config(config)
+        devices = _layer_devices(decoder, geometry.total_layers)
+        layer_devices = [devices[layer] for layer in geometry.model_layers]
+        stock = stock_layers(config, geometry.foreign_layers)
+        foreign = [(layer, devices[i]) for layer, i in zip(stock, geometry.foreign_layers, strict=True)]
         with stored_tensors():
-            snapshot = decode(record["snapshot"], tensors, next(decoder.parameters()).device, layer_devices)
+            snapshot = decode(record["snapshot"], tensors, next(decoder.parameters()).device, layer_devices, foreign)
         state = {
             "highest": Generations(**record["highest_issued"]),
             "parent": None if record["parent"] is None else Generations(**record["parent"]),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..storage import RaggedView
+from ..weighting import PLAIN, Weighting
 from .choose import ragged_backend
 from .flash_varlen import attend_flash_varlen
 from .owners import attend_owners
@@ -25,6 +26,7 @@ def attend_ragged(
     scaling: float,
     dropout: float = 0.0,
     causal: bool = False,
+    weighting: Weighting = PLAIN,
 ) -> Tensor:
     """Attend over owners of unequal length, exactly; returns [B, T, Q, D]. No row is padded, gathered or repeated.
 
@@ -36,13 +38,14 @@ def attend_ragged(
             zeros. Kernels take none of them.
         causal: instead of masks: the last T rows of every owner are the queries' own tokens, and query t does not see
             the T - 1 - t rows after its own. Kernels need no mask for it.
+        weighting: what the layer does beyond a softmax; kernels do not know it, the plain path does.
 
     Raises:
         BackendAdmissionError: the backend cannot read ragged rows.
     """
     masked = masks is not None and any(mask is not None for mask in masks)
     tokens = query_BQTD.shape[2]
-    chosen = ragged_backend(backend, query_BQTD, view, masked=masked, dropout=dropout)
+    chosen = ragged_backend(backend, query_BQTD, view, masked=masked, dropout=dropout, plain_softmax=weighting.is_plain)
     if chosen == "triton":
         from .triton_decode import attend_decode  # imports triton, which is not always there
 
@@ -51,8 +54,9 @@ def attend_ragged(
         return attend_flash_varlen(backend, query_BQTD, view, scaling=scaling, causal=causal and tokens > 1)
     if not masked:
         masks = _causal(view, tokens) if causal and tokens > 1 else None
-    plain = attend_eager if chosen == "eager" else attend_owners
-    return plain(query_BQTD, view, masks, scaling=scaling, dropout=dropout)
+    if chosen == "eager":
+        return attend_eager(query_BQTD, view, masks, scaling=scaling, dropout=dropout, weighting=weighting)
+    return attend_owners(query_BQTD, view, masks, scaling=scaling, dropout=dropout)
 
 
 def _causal(view: RaggedView, tokens: int) -> list[Tensor]:

@@ -39,18 +39,25 @@ def admit_ragged(backend: str) -> None:
 
 
 def ragged_backend(
-    backend: str, query_BQTD: Tensor, view: RaggedView, *, masked: bool, dropout: float = 0.0
+    backend: str,
+    query_BQTD: Tensor,
+    view: RaggedView,
+    *,
+    masked: bool,
+    dropout: float = 0.0,
+    plain_softmax: bool = True,
 ) -> Literal["eager", "flash_varlen", "triton", "owners"]:
     """Return what reads the view: the backend's own kernel or ours where admitted, else SDPA owner by owner.
 
     Args:
         masked: whether any owner has a mask, which kernels do not take.
+        plain_softmax: whether weights are the softmax of scaled products; nothing but `eager` knows others.
 
     Raises:
         BackendAdmissionError: see `admit_ragged`.
     """
     admit_ragged(backend)
-    if backend == "eager":
+    if backend == "eager" or not plain_softmax:
         return "eager"
     if masked or dropout or query_BQTD.device.type != "cuda":
         return "owners"

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..storage import RaggedView
+from ..weighting import PLAIN, Weighting
 
 __all__ = ["attend_eager", "attend_reference", "shows"]
 
@@ -35,9 +36,10 @@ def attend_eager(
     *,
     scaling: float,
     dropout: float = 0.0,
+    weighting: Weighting = PLAIN,
 ) -> Tensor:
     """The arithmetic of transformers' eager attention: products in the model's dtype, softmax in fp32. [B, T, Q, D]."""
-    return _attend(query_BQTD, view, masks, scaling, dropout, query_BQTD.dtype)
+    return _attend(query_BQTD, view, masks, scaling, dropout, query_BQTD.dtype, weighting)
 
 
 def shows(mask: Tensor) -> Tensor:
@@ -52,6 +54,7 @@ def _attend(
     scaling: float,
     dropout: float,
     dtype: torch.dtype,
+    weighting: Weighting = PLAIN,
 ) -> Tensor:
     batch, heads, tokens, dim = query_BQTD.shape
     owners = len(view.starts)
@@ -59,13 +62,14 @@ def _attend(
     outputs = []
     for owner in range(owners):
         keys_nD, values_nD = view.owner(owner)
-        logits_GTn = query_OGTD[owner] @ keys_nD.to(dtype).T * scaling
+        logits_GTn = weighting.cap_(query_OGTD[owner] @ keys_nD.to(dtype).T * scaling)
         mask_Tn = None if masks is None else masks[owner]
         if mask_Tn is not None and mask_Tn.dtype is torch.bool:
             logits_GTn = logits_GTn.masked_fill(~mask_Tn, float("-inf"))
         elif mask_Tn is not None:
             logits_GTn = logits_GTn + mask_Tn.to(logits_GTn.device)
-        weights_GTn = logits_GTn.softmax(-1, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
+        logits_1GTn = logits_GTn.to(torch.promote_types(dtype, torch.float32))[None]
+        weights_GTn = weighting.of_owners([owner], view.heads).weights(logits_1GTn)[0].to(dtype)
         if mask_Tn is not None:  # a query that sees nothing has no softmax: its output is zero
             weights_GTn = weights_GTn.masked_fill(~shows(mask_Tn).any(-1, keepdim=True), 0.0)
         outputs.append(functional.dropout(weights_GTn, dropout, training=dropout > 0) @ values_nD.to(dtype))

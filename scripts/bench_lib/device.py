@@ -215,7 +215,7 @@ class DeviceBench:
         own_bytes = cache_bytes(subject.cache)
         facts = {"moved": self._moved_bytes(subject), "cache": own_bytes}
         if subject.policy is not None:
-            rows = torch.stack([subject.cache.stored_rows(layer) for layer in range(subject.cache.num_layers)])
+            rows = torch.stack([subject.cache.stored_rows(layer) for layer in subject.cache.policy_layers])
             facts["rows a head"] = f"{int(rows.min())}-{int(rows.max())}"
         return facts | self._peak_details(rise_bytes(self.device, contender.prepare()), own_bytes)
 

@@ -82,7 +82,7 @@ class BlockDecodeStep(SharedSets, RaggedAppendStep):
         view = self.buffers[step.layer].view(base, self.tail_after.width)
         visibility = self._masks(record)
         masks = visibility.biased(base, visibility.masks(base))
-        output, parts = attend_one(query, view, masks, kwargs["scaling"])
+        output, parts = attend_one(query, view, masks, self.scaling, self.weighting)
         self._received[step.layer] = self._of_undecided(step.layer, [part.detach() for part in parts])
         # Keys in fp32 are a copy unless they are that already.
         copied = 0 if query.dtype == torch.float32 else sum(view.lengths) * query.shape[3]

@@ -20,6 +20,7 @@ from ...evidence import LayerObservation, reduce_group
 from ...geometry import CacheGeometry
 from ...selection import keep_best, kept_index
 from ...storage import RaggedLayer, RowMap
+from ...weighting import PLAIN
 from ..composition import Composition
 from ..decide import check_finite, tensor_bytes
 from ..shared_evidence import evidence_once
@@ -190,6 +191,7 @@ class RaggedDecider(OwnerDecider):
             tokens_BMN=table.tokens_BMW,
             visibility=shown,
             scaling=1.0 if seen is None else seen.scaling,
+            weighting=PLAIN if seen is None else seen.weighting.of_owners([head], self._heads),
             first_head=head,
         )
         group = 1 if queries is None else queries.shape[1]

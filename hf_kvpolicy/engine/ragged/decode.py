@@ -68,7 +68,8 @@ class RaggedDecodeStep(RaggedForward):
         base = self.base(step.layer)
         view, shown = self.buffers[step.layer].view(base, 1), self._shown(base, record)
         masks: list[Tensor | None] | None = None if shown is None else [mask[None] for mask in shown]
-        output, parts = attend_one(query, view, self._masks(record).biased(base, masks), self.scaling)
+        masks = self._masks(record).biased(base, masks)
+        output, parts = attend_one(query, view, masks, self.scaling, self.weighting)
         # What is done after the last layer, for all at once, does not find its code and data gone from the caches.
         self._received[step.layer] = [part.detach() for part in parts]
         self._seen[step.layer] = None if shown is None else torch.cat(shown)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...contract import Phase, Transaction
 from ...positions import alibi_in
 from ...storage import RaggedLayer, RowMap
+from ...weighting import PLAIN
 from ..queries import windowed
 from ..snapshot import Snapshot
 from .open_decider import open_decider
@@ -48,13 +49,17 @@ def decide_appended_ragged(
             segment.rule,
             columns_after=snapshot.frontier.columns,
             changed_mask_BF=None,
-            scaling=segment.scaling,
+            scaling=1.0,
+            weighting=PLAIN,
             batch=snapshot.batch_size,
             alibi=alibi_in(runtime.alibi, snapshot.dtype),
         )
     for layer in range(layers):
         transaction.enter_through(layer, Phase.ATTEND)
-        queries = None if window is None or segment is None else windowed(segment.queries_BQWD[layer], window)
+        queries = None
+        if window is not None and segment is not None and seen is not None:
+            queries = windowed(segment.queries_BQWD[layer], window)
+            seen.scaling, seen.weighting = segment.scalings[layer], segment.weightings[layer]
         decider.observe(layer, _candidates(snapshot, layer, tail), queries, seen)
     return replace(
         snapshot,
@@ -86,6 +91,7 @@ def laid_behind_ragged(chosen: Snapshot, waiting: Snapshot, length: int) -> Snap
     return replace(
         chosen,
         frontier=waiting.frontier,
+        foreign=waiting.foreign,
         ragged=tuple(layers),
         tail=new,
         tail_counts=tuple(new.live_BMW[:, 0].sum(-1).tolist()),

@@ -220,6 +220,7 @@ class FamilyDecider(OwnerDecider):
             view=table,
             visibility=shown.visibility,
             scaling=seen.scaling,
+            weighting=seen.weighting.of_owners([head], self._heads),
         )
 
     # -- choose, protect, select --------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch import Tensor
 from ...masks import MaskRecord
 from ...positions import AlibiSpec
 from ...storage import RaggedMap, RowMap
+from ...weighting import Weighting
 from ..queries import QueryWindow
 from ..visibility import SeenRows, Visibility
 
@@ -95,10 +96,13 @@ class OwnerQueries:
         columns_after: int,
         changed_mask_BF: Tensor | None,
         scaling: float,
+        weighting: Weighting,
         batch: int,
         alibi: AlibiSpec | None = None,
     ) -> None:
-        self.scaling, self._columns_after = scaling, columns_after
+        # Of the layer in hand.
+        self.scaling, self.weighting = scaling, weighting
+        self._columns_after = columns_after
         self._index: list[Tensor | None] = [None] * batch
         self._columns: list[Tensor] = []
         self._visibility: list[Visibility] = []

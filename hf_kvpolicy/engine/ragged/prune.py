@@ -231,6 +231,7 @@ class PruningStep(SharedSets, RaggedSelection):
                     visibility=visibility.of_owner(head, self.heads), view=table, columns_BW=columns
                 ),
                 scaling=scaling,
+                weighting=self.weighting.of_owners([head], self.heads),
             )
             votes = policy.evidence.votes(observation, group=policy.group, score_heads=1)[0, 0]
             total = votes if total is None else total + votes

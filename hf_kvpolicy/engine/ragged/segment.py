@@ -105,7 +105,10 @@ class RaggedSegmentStep(RaggedSelection):
                 columns_after=self.inputs.frontier_after.columns,
                 changed_mask_BF=self.inputs.changed_mask_BF,
                 scaling=scaling,
+                weighting=self.weighting,
                 batch=self.inputs.batch,
                 alibi=self.alibi,
             )
-        return self._seen[id(record)]
+        seen = self._seen[id(record)]
+        seen.scaling, seen.weighting = scaling, self.weighting
+        return seen

@@ -133,9 +133,9 @@ class FastGenCache(PolicyCache):
         Raises:
             ConfigError: no such layer or batch row.
         """
-        self._check_index(layer, batch)
+        number = self._checked(layer, batch)
         chosen, heads = self._runtime.snapshot.families_LO, self.composition.stored_heads(self.geometry)
-        mine = chosen[layer][batch * heads : (batch + 1) * heads] if chosen else ()
+        mine = chosen[number][batch * heads : (batch + 1) * heads] if chosen else ()
         return [FAMILIES[family].name for family in mine]
 
     @staticmethod

@@ -1,0 +1,48 @@
+"""Kinds of models a policy cache cannot serve yet, told from the config, each with its reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .geometry import NAME_BRANCHING_MODEL_TYPES, text_config
+
+__all__ = ["unsupported_because"]
+
+# What `layer_types` may name: full attention is compressed, sliding attention is left to transformers.
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def unsupported_because(config: Any) -> str | None:
+    """Return why no family with this config is supported, as a clause after its name; None where nothing is known."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "is an encoder-decoder model; policy caches serve decoder-only models"
+    if text_config(config) is not config:
+        inner = text_config(config).model_type
+        return (
+            f"wraps a text decoder ({inner!r}) with other parts (vision, audio), whose tokens a policy would drop like "
+            "any others and whose masks look ahead; load the text decoder alone (AutoModelForCausalLM)"
+        )
+    if getattr(config, "model_type", None) in NAME_BRANCHING_MODEL_TYPES:
+        return (
+            "is not supported: its code compares the attention implementation with fixed names, and would take another "
+            "path under ours"
+        )
+    if getattr(config, "kv_lora_rank", None):
+        return (
+            f"caches keys and values in a latent of its own (MLA, kv_lora_rank={config.kv_lora_rank}), which is not "
+            "what attention reads"
+        )
+    if getattr(config, "num_kv_shared_layers", None):
+        return (
+            f"shares keys and values between layers (num_kv_shared_layers={config.num_kv_shared_layers}): a row that "
+            "one layer drops is read by others, which are not observed"
+        )
+    if getattr(config, "attention_chunk_size", None):
+        return (
+            f"attends within chunks of {config.attention_chunk_size} tokens in some layers (attention_chunk_size), "
+            "which no policy handles yet"
+        )
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS)
+    if kinds:
+        return f"has layers of kind {', '.join(kinds)}, whose state is no set of rows that could be dropped"
+    return None

@@ -1,0 +1,87 @@
+"""At a budget nothing is dropped under, every family equals transformers' own cache, sliding layers bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from helpers import BRIEF, CACHE, dynamic_cache, generate, left_padded, neutral_cache, prompt
+from torch import Tensor
+
+from ._table import FAMILIES, MIXED, tiny
+
+TOTAL = 64
+POLICIES = ("snapkv",) if BRIEF else ("snapkv", "streaming_llm", "adakv")
+LENGTHS = (19, 4, 11)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*two prompt segments follow:UserWarning")
+
+
+def _ran(model: Any, cache: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    ids, mask = left_padded([prompt(n, seed=n) for n in LENGTHS])
+    out = generate(
+        model, ids, cache, 4, attention_mask=mask, return_dict_in_generate=True, output_logits=True, **kwargs
+    )
+    assert getattr(out, CACHE) is cache
+    return out.sequences, torch.stack(out.logits)
+
+
+def _greedy(model: Any, cache: Any) -> tuple[Tensor, Tensor]:
+    return _ran(model, cache)
+
+
+def _beams(model: Any, cache: Any) -> tuple[Tensor, Tensor]:
+    return _ran(model, cache, num_beams=3)
+
+
+def _chunked(model: Any, cache: Any) -> tuple[Tensor, Tensor]:
+    return _ran(model, cache, prefill_chunk_size=5)
+
+
+def _two_turns(model: Any, cache: Any) -> tuple[Tensor, Tensor]:
+    talk = torch.cat([generate(model, prompt(12), cache, 4), prompt(9, seed=5)], dim=1)
+    out = generate(model, talk, cache, 4, return_dict_in_generate=True, output_logits=True)
+    return out.sequences, torch.stack(out.logits)
+
+
+DRIVES: dict[str, Callable[[Any, Any], tuple[Tensor, Tensor]]] = {
+    "padded": _greedy,
+    "beams": _beams,
+    "chunked": _chunked,
+    "turns": _two_turns,
+}
+
+
+@lru_cache(maxsize=128)
+def _stock(family: str, drive: str) -> tuple[Tensor, Tensor, list[Any]]:
+    """Return what transformers' own cache gives and, of sliding layers, holds."""
+    model = tiny(family)
+    cache = dynamic_cache(model)
+    ids, logits = DRIVES[drive](model, cache)
+    return ids, logits, [(layer.keys, layer.values, layer.get_seq_length()) for layer in cache.layers]
+
+
+@pytest.mark.parametrize("drive", DRIVES)
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_transformers_own_cache(family: str, name: str, drive: str) -> None:
+    model = tiny(family)
+    options: dict[str, Any] = {}
+    if name == "streaming_llm":
+        options["positions"] = "cache_local" if FAMILIES[family].moves_keys else "original"
+    cache = neutral_cache(name, model, TOTAL, **options)
+    ids, logits = DRIVES[drive](model, cache)
+    wanted_ids, wanted, held = _stock(family, drive)
+    assert torch.equal(ids, wanted_ids)
+    torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=0)
+    cache.check_integrity()
+    foreign = [layer for layer in range(len(cache.layers)) if layer not in cache.policy_layers]
+    assert bool(foreign) == (family in MIXED)
+    for layer in foreign:
+        keys, values, columns = held[layer]
+        assert cache.layers[layer].get_seq_length() == columns
+        torch.testing.assert_close(cache.layers[layer].keys, keys, atol=1e-5, rtol=0)
+        torch.testing.assert_close(cache.layers[layer].values, values, atol=1e-5, rtol=0)

@@ -1,0 +1,128 @@
+"""Families without a patch are checked on the loaded model: served as they are, or refused with what was found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers import dynamic_cache, forward, generate, left_padded, neutral_cache, prompt
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+import hf_kvpolicy as kv
+from hf_kvpolicy.attach import attached_backend
+
+from ._odd import ODDITIES, odd
+from ._reference import MaskedReference
+from ._table import VOCAB, WINDOW_TOKENS
+
+# What is checked has, between them: parallel blocks, sliding and full layers with and without rotation, scales of its
+# own, biases, partial rotation.
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "cohere2": {"sliding_window": WINDOW_TOKENS, "num_key_value_heads": 2},
+    "granite": {"attention_multiplier": 0.4, "num_key_value_heads": 2},
+    "starcoder2": {"num_key_value_heads": 2, "sliding_window": None},
+    "phi": {"partial_rotary_factor": 0.5},
+}
+
+
+def unknown(kind: str, backend: str = "sdpa", *, seed: int = 0, hidden: int = 32) -> Any:
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind} models")
+    torch.manual_seed(seed)
+    config = CONFIG_MAPPING[kind](
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+        initializer_range=0.2,
+        **UNKNOWN[kind],
+    )
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=backend).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_what_passes_is_served(kind: str) -> None:
+    model, twin = unknown(kind), unknown(kind)
+    ids, mask = left_padded([prompt(n, seed=n) for n in (19, 12)])
+    cache = neutral_cache("snapkv", model, 64)
+    expected = generate(twin, ids, dynamic_cache(twin), 4, attention_mask=mask)
+    assert torch.equal(generate(model, ids, cache, 4, attention_mask=mask), expected)
+    assert cache.manifest.selection_contract.options["model_family"] == "probed"
+    with pytest.raises(kv.UnsupportedModelError, match=r"not known.*positions='original'"):
+        kv.StreamingLLMCache(model, budget=8)
+    small, reference = kv.SnapKVCache(model, budget=8, window=3), MaskedReference(unknown(kind, "eager"))
+    with torch.no_grad():
+        reference.feed(prompt(20))
+        forward(model, prompt(20), small)
+        for step in range(3):
+            reference.seen = {
+                layer: [[owner.tolist() for owner in small.positions(layer)]] for layer in small.policy_layers
+            }
+            piece = prompt(1, seed=step)
+            torch.testing.assert_close(forward(model, piece, small), reference.feed(piece), atol=2e-5, rtol=0)
+
+
+def test_a_class_and_config_are_checked_once_on_a_model_that_stays_as_it_was() -> None:
+    model, again, other = unknown("granite", hidden=48), unknown("granite", hidden=48, seed=1), unknown("granite")
+    calls = []
+    for each in (model, again, other):
+        each.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    kv.attach(model)
+    assert len(calls) == 3
+    assert attached_backend(model) == "sdpa"
+    kv.detach(model)
+    assert model.config._attn_implementation == "sdpa"
+    kv.attach(again)
+    assert len(calls) == 3
+    # A cache from the config alone is served once a model of it was checked.
+    assert kv.SnapKVCache(model.config, budget=64).policy_layers == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("oddity", ODDITIES)
+def test_what_does_not_pass_is_refused_with_the_finding(oddity: str) -> None:
+    model = odd(oddity)
+    before = model.config._attn_implementation
+    with pytest.raises(
+        kv.UnsupportedModelError, match=rf"'odd_llama' is not supported.*{ODDITIES[oddity]}.*Supported families.*llama"
+    ):
+        kv.SnapKVCache(model, budget=8, window=3)
+    assert model.config._attn_implementation == before
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    with torch.no_grad():
+        assert model(prompt(5)).logits.isfinite().all()
+
+
+def test_an_odd_model_without_an_oddity_passes() -> None:
+    kv.SnapKVCache(odd(""), budget=8, window=3)
+
+
+def test_a_model_in_training_is_checked_later() -> None:
+    model = unknown("phi", hidden=64).train()
+    with pytest.raises(kv.UnsupportedModelError, match=r"call model.eval\(\)"):
+        kv.attach(model)
+    kv.attach(model.eval())
+
+
+def test_the_check_can_be_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPOLICY_PROBE", "0")
+    model = odd("louder")
+    model.config.rms_norm_eps = 1e-5  # a config of its own: what is remembered must not meet other tests
+    with pytest.warns(UserWarning, match="KVPOLICY_PROBE=0.*unproven"):
+        cache = kv.SnapKVCache(model, budget=8, window=3)
+    with torch.no_grad():
+        forward(model, prompt(20), cache)
+    assert cache.manifest.selection_contract.options["model_family"] == "unproven"
+
+
+def test_a_config_alone_cannot_be_checked() -> None:
+    with pytest.raises(kv.UnsupportedModelError, match="give the model instead of its config"):
+        kv.SnapKVCache(unknown("starcoder2", hidden=40).config, budget=64)

@@ -1,0 +1,96 @@
+"""What a family cannot do is refused by name, with its reason and a remedy, before anything is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers import forward, prompt
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+import hf_kvpolicy as kv
+
+from ._table import config_of, require, tiny
+
+# Kinds of models by their own default config, and why they are refused.
+REASONS = {
+    "deepseek_v3": "latent of its own.*kv_lora_rank",
+    "minicpm3": "latent of its own.*kv_lora_rank",
+    "gemma3n_text": "shares keys and values between layers",
+    "llama4_text": "chunks of 8192 tokens",
+    "qwen3_next": "layers of kind linear_attention",
+    "jamba": "layers of kind linear_attention",
+    "falcon_h1": "layers of kind hybrid",
+    "mamba": "layers of kind linear_attention",
+    "gemma3": "wraps a text decoder .'gemma3_text'.*AutoModelForCausalLM",
+    "llava": "wraps a text decoder .'llama'.*AutoModelForCausalLM",
+    "t5": "encoder-decoder",
+    "cohere": "is not supported",
+}
+
+
+@pytest.mark.parametrize("kind", REASONS)
+def test_kinds_no_policy_serves(kind: str) -> None:
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind} models")
+    with pytest.raises(kv.UnsupportedModelError, match=rf"'{kind}'.*{REASONS[kind]}.*Supported families: .*gpt_oss"):
+        kv.FullCache(CONFIG_MAPPING[kind]())
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "words"),
+    [
+        ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=False"),
+        ("gpt2", {"add_cross_attention": True}, "without cross-attention"),
+        ("gemma3", {"use_bidirectional_attention": True}, "attends in both directions"),
+    ],
+)
+def test_configs_outside_a_family(family: str, changed: dict[str, Any], words: str) -> None:
+    config = config_of(family, **changed)
+    with pytest.raises(kv.UnsupportedModelError, match=words):
+        kv.SnapKVCache(config, budget=64)
+    model = require(family).classes[1](config)
+    with pytest.raises(kv.UnsupportedModelError, match=words):
+        kv.attach(model)
+    assert model.config._attn_implementation in ("sdpa", "eager")
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_a_backend_that_would_ignore_caps_or_sinks(family: str) -> None:
+    """Where transformers knows it, at once; where a model runs under sdpa all the same, in its first forward."""
+    model = tiny(family)
+    cache = kv.SnapKVCache(model.config, budget=64)
+
+    @torch.no_grad()
+    def run_under_sdpa() -> None:
+        kv.attach(model, backend="sdpa")
+        forward(model, prompt(9), cache)
+
+    with pytest.raises(kv.BackendAdmissionError, match=r'backend="eager"'):
+        run_under_sdpa()
+    assert cache.get_seq_length() == 0
+    kv.detach(model)
+    kv.attach(model, backend="eager")
+    with torch.no_grad():
+        forward(model, prompt(9), cache)
+    assert cache.get_seq_length() == 9
+
+
+def test_what_a_family_gives_up_is_named() -> None:
+    with pytest.raises(kv.UnsupportedModelError, match="returns as many positions as it was given"):
+        kv.PyramidInferCache(tiny("gpt2"), budget=8)
+    for family in ("opt", "gpt2"):
+        with pytest.raises(kv.UnsupportedModelError, match="Use positions='original'"):
+            kv.StreamingLLMCache(tiny(family), budget=8)
+        kv.StreamingLLMCache(tiny(family), budget=8, positions="original")
+
+
+def test_a_text_decoder_of_a_wrapper_is_served_alone() -> None:
+    config = CONFIG_MAPPING["gemma3"](text_config=config_of("gemma3").to_dict())
+    model = AutoModelForCausalLM.from_config(config.get_text_config(decoder=True)).eval()
+    cache = kv.SnapKVCache(model, budget=8, window=3)
+    with torch.no_grad():
+        forward(model, prompt(20), cache)
+    assert cache.stored_rows(1).tolist() == [[8, 8]]
