@@ -368,8 +368,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     @property
     def _rows_held(self) -> int:
-        waiting = self._runtime.waiting
-        return (self._runtime.snapshot if waiting is None else waiting.snapshot).batch_size
+        return (self._runtime.waiting or self._runtime).snapshot.batch_size
 
     def _bind(self, decoder: torch.nn.Module) -> None:
         self._decoder = weakref.ref(decoder)
