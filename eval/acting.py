@@ -53,6 +53,8 @@ def why_not_acting(
     """
     if not budget_binds(cell, allowed_rows, prompt_tokens):
         return None
+    if after_prompt.statistics["publications"] < 1:
+        return f"a prompt of {prompt_tokens} tokens led to no publication, so whatever answers is not this cache"
     if after_prompt.statistics["selections"] < 1:
         return f"a prompt of {prompt_tokens} tokens led to no selection at all"
     if after_prompt.rows_mean >= prompt_tokens:

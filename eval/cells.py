@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..contract.canonical import sha256_of
 from .sweep import BudgetValue, PolicySpec, SweepConfig, TaskSpec
 from .tasks.base import ExampleRequest
 
-__all__ = ["Cell", "TaskPoint", "cells_at", "task_points"]
+__all__ = ["Cell", "TaskPoint", "cells_at", "same_rows", "task_points"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,8 @@ class Cell:
     """Coordinates that every row of the cell shares.
 
     `query_aware` says whether the question is in the prompt when rows are selected; else the text is fed first, and
-    the question is a segment of its own.
+    the question is a segment of its own. `matched_to` names policy, options and budget of the cell whose rows this one
+    gets instead of a budget of its own: what is asked for, and not how many rows that comes to.
     """
 
     task: str
@@ -43,10 +44,20 @@ class Cell:
     seed: int = 0
     max_new_tokens: int = 16
     query_aware: bool = True
+    matched_to: Mapping[str, Any] | None = None
+
+    @property
+    def source(self) -> Cell:
+        """The cell that this one is matched to; itself where it is matched to none."""
+        return self if self.matched_to is None else replace(self, **self.matched_to, matched_to=None)
 
     def coordinates(self) -> dict[str, Any]:
         """The cell as plain JSON."""
-        return {**asdict(self), "options": dict(self.options)}
+        found = {**asdict(self), "options": dict(self.options)}
+        # What a cell does not use is left out: the keys of all others stay what they were.
+        if self.matched_to is None:
+            del found["matched_to"]
+        return found
 
     def key(self, identity_sha256: str) -> str:
         """Digest of the cell under one model and prompt format; results with equal keys may be reused."""
@@ -57,7 +68,20 @@ class Cell:
         """Policy, options and budget for people."""
         options = ",".join(f"{name}={value}" for name, value in sorted(self.options.items()))
         budget = "" if self.budget is None else f" @ {self.budget}"
+        if self.matched_to is not None:
+            budget = f" @ rows of {self.source.label}"
         return f"{self.policy}{f'({options})' if options else ''}{budget}"
+
+
+def same_rows(one: Cell, other: Cell) -> bool:
+    """Whether two cells are asked for as many rows: one budget, or the rows that one of them or a third cell held."""
+    if one.matched_to is None and other.matched_to is None:
+        return one.budget == other.budget
+    asked = [
+        cell.matched_to or {"policy": cell.policy, "options": dict(cell.options), "budget": cell.budget}
+        for cell in (one, other)
+    ]
+    return asked[0] == asked[1]
 
 
 def task_points(config: SweepConfig) -> Iterator[TaskPoint]:
@@ -75,10 +99,10 @@ def task_points(config: SweepConfig) -> Iterator[TaskPoint]:
 
 
 def cells_at(config: SweepConfig, point: TaskPoint) -> Iterator[Cell]:
-    """Every policy, option set and budget at one task point; the full cache comes first."""
+    """Every policy, option set and budget at one task point; the full cache first, a matched cell after its source."""
     for query_aware, policy in itertools.product(config.query_aware, config.policies):
         for options, budget in itertools.product(_option_sets(policy), policy.budgets):
-            yield Cell(
+            cell = Cell(
                 task=point.task.name,
                 length_tokens=point.request.length_tokens,
                 policy=policy.name,
@@ -88,6 +112,10 @@ def cells_at(config: SweepConfig, point: TaskPoint) -> Iterator[Cell]:
                 max_new_tokens=point.request.max_new_tokens,
                 query_aware=query_aware,
             )
+            yield cell
+            asked = {"policy": policy.name, "options": options, "budget": budget}
+            for baseline in policy.matched:
+                yield replace(cell, policy=baseline, options={}, budget=None, matched_to=asked)
 
 
 def _option_sets(policy: PolicySpec) -> Iterator[dict[str, Any]]:

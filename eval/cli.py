@@ -25,7 +25,7 @@ _INTERRUPTED = 130
 
 @app.command()
 def run(
-    sweep: Annotated[Path, typer.Argument(help="Sweep file, or the name of a shipped one, such as needle_ci.")],
+    sweep: Annotated[Path, typer.Argument(help="Sweep file, or the name of a shipped one, such as smoke.")],
     out: Annotated[Path | None, typer.Option(help="Folder for the results; finished rows in it are kept.")] = None,
     model: Annotated[str | None, typer.Option(help="Model name or folder instead of the sweep's.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most N examples a cell.")] = None,
@@ -70,6 +70,7 @@ def report(
                 f"There is no folder {str(source)!r}. Give the folder that `kvpolicy eval run` wrote, or a file that "
                 "`kvpolicy eval pack` wrote."
             )
+        from .canary import canary_note
         from .report import FILES, write_report
         from .results import open_run, summaries_of
         from .terminal import print_tables
@@ -77,6 +78,8 @@ def report(
         opened, into = open_run(source), source if out is None and source.is_dir() else out
         if into is not None:
             into.mkdir(parents=True, exist_ok=True)
+        for canary in opened.read_run().get("canaries", {}).values():
+            typer.echo(canary_note(canary))
         print_tables(summaries_of(opened) if into is None else write_report(opened, into))
         if into is not None:
             typer.echo("written: " + ", ".join(str(into / name) for name in FILES))
@@ -134,11 +137,12 @@ def errors_as_exit_codes() -> Iterator[None]:
 def _check(config: SweepConfig) -> None:
     """Everything that can be refused without a model: policy names, their options, the grids of the tasks."""
     from .cells import task_points
-    from .engine import check_policies
+    from .engine import check_policies, check_takes_budget
 
     list(task_points(config))
     asked = [policy for policy in config.policies if policy.name != NO_CONTEXT]
     check_policies((policy.name, [*policy.options, *policy.grid]) for policy in asked)
+    check_takes_budget(name for policy in asked for name in policy.matched)
 
 
 def _parse_part(text: str) -> tuple[int, int]:
@@ -157,7 +161,8 @@ def _print_plan(config: SweepConfig, limit: int | None) -> None:
         examples = min(point.request.num_examples, limit or point.request.num_examples)
         for cell in cells_at(config, point):
             where = f"{cell.task} {cell.length_tokens} tokens, {cell.label}, seed {cell.seed}"
-            typer.echo(f"{where}: {examples} examples")
+            pending = f", pending on {cell.source.label}" if cell.matched_to is not None else ""
+            typer.echo(f"{where}: {examples} examples{pending}")
             total_cells += 1
             total_tokens += examples * cell.length_tokens
     typer.echo(f"{total_cells} cells, about {total_tokens} tokens through the model")

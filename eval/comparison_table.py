@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from .cells import same_rows
 from .comparison import Comparability, Metric, compare, metric_named
 from .pairing import BASELINES
 from .results import Result
@@ -70,7 +71,7 @@ def _point(result: Result) -> tuple[str, int]:
 def _with_baselines(results: Sequence[Result]) -> Iterator[tuple[Result, Result]]:
     for ours, theirs in itertools.product(results, repeat=2):
         mine, other = ours.summary.cell, theirs.summary.cell
-        same_budget = other.policy == "full" or mine.budget == other.budget
+        same_budget = other.policy == "full" or same_rows(mine, other)
         is_baseline = other.policy in BASELINES and mine.policy != other.policy and mine.policy != "full"
         if is_baseline and same_budget and _point(ours) == _point(theirs) and ours.source == theirs.source:
             yield ours, theirs

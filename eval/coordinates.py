@@ -33,6 +33,8 @@ WORKLOAD = (
     "metric",
     "uses_chat_template",
     "template_sha256",
+    "template_preamble",
+    "added_bos_tokens",
     "prompts_sha256",
     "example_ids_sha256",
     "n",
@@ -75,6 +77,7 @@ ACHIEVED = (
     "prompt_rows_min",
     "prompt_rows_max",
     "final_rows_mean",
+    "rows_over_time_mean",
     "kept_ratio",
     "payload_bytes",
     "side_bytes",
@@ -99,7 +102,9 @@ PROVENANCE = ("evidence_class", "sweep_sha256", "run_sha256")
 KEYS = (*CHECKPOINT, *WORKLOAD, *POLICY, *ACHIEVED, *RUNTIME, *PROVENANCE)
 
 _UNRECORDED = "unrecorded"
+_DIFFERS = "differs within the cell"
 _OF_EXAMPLES = ("prompt_tokens", "distance_tokens")
+_OF_PROMPTS = ("template_preamble", "added_bos_tokens")
 
 
 def coordinates_of(rows: Sequence[Row], run: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -109,7 +114,7 @@ def coordinates_of(rows: Sequence[Row], run: Mapping[str, Any]) -> Mapping[str, 
         **_of_run(run),
         **_of_place(rows, run),
         **_of_workload(rows, run),
-        **_of_policy(rows[0]),
+        **_of_policy(rows),
         **_achieved([row.cache for row in rows if row.cache is not None]),
         "run_sha256": run_sha256,
     }
@@ -141,7 +146,7 @@ def _of_place(rows: Sequence[Row], run: Mapping[str, Any]) -> dict[str, Any]:
     found["prefill_run"] = ["own" if timing.selection_s is None else "shared" for timing in timed]
     found["versions"] = [{key: value for key, value in place.items() if key not in named} for place in places]
     return {
-        key: values[0] if all(value == values[0] for value in values) else "differs within the cell"
+        key: values[0] if all(value == values[0] for value in values) else _DIFFERS
         for key, values in found.items()
         if key in RUNTIME and values
     }
@@ -162,15 +167,19 @@ def _of_workload(rows: Sequence[Row], run: Mapping[str, Any]) -> dict[str, Any]:
         found["prompts_sha256"] = sha256_of([example["prompt_sha256"] for example in examples])
     if all("metric" in example for example in examples):
         found["metric"] = ", ".join(sorted({example["metric"] for example in examples}))
+    for key in _OF_PROMPTS:
+        values = {example.get(key) for example in examples}
+        if None not in values:
+            found[key] = values.pop() if len(values) == 1 else _DIFFERS
     for key in _OF_EXAMPLES:
         if all(key in example for example in examples):
             found[key] = _span([example[key] for example in examples])
     return found
 
 
-def _of_policy(row: Row) -> dict[str, Any]:
-    """What the cell asks for, and what the cache declared where the row holds it."""
-    cell = row.cell
+def _of_policy(rows: Sequence[Row]) -> dict[str, Any]:
+    """What the cell asks for, and what its caches declared where the rows hold it."""
+    cell = rows[0].cell
     unit = "none" if cell["budget"] is None else parse_budget(cell["budget"]).kind
     asked = {
         "policy": cell["policy"],
@@ -179,10 +188,12 @@ def _of_policy(row: Row) -> dict[str, Any]:
         "budget_unit": unit,
         "budget_denominator": budget_denominator(unit),
     }
-    if row.cache is not None:
-        asked["manifest_sha256"] = row.cache.manifest_sha256
+    # Caches of one cell declare the same, but for the budgets of a cell that gets the rows of another.
+    manifests = sorted({row.cache.manifest_sha256 for row in rows if row.cache is not None})
+    if manifests:
+        asked["manifest_sha256"] = manifests[0] if len(manifests) == 1 else _DIFFERS
     # Rows of before policies were declared have none.
-    declared = row.policy
+    declared = rows[0].policy
     return {**asked, **{key: declared[key] for key in POLICY if key in declared}}
 
 
@@ -191,12 +202,14 @@ def _achieved(caches: Sequence[CacheRecord]) -> dict[str, Any]:
     if not caches:
         return {}
     means = ("final_rows_mean", "kept_ratio", "payload_bytes", "slack_bytes", "full_kv_bytes")
+    over_time = [cache.rows_over_time_mean for cache in caches if cache.rows_over_time_mean is not None]
     resident = _mean(cache.measured_bytes - cache.slack_bytes for cache in caches)
     return {
         "prompt_rows_mean": _mean(cache.prompt_rows_mean for cache in caches),
         "prompt_rows_min": min(cache.prompt_rows_min for cache in caches),
         "prompt_rows_max": max(cache.prompt_rows_max for cache in caches),
         **{name: _mean(getattr(cache, name) for cache in caches) for name in means},
+        **({"rows_over_time_mean": _mean(over_time)} if len(over_time) == len(caches) else {}),
         "resident_bytes": resident,
         "side_bytes": resident - _mean(cache.payload_bytes for cache in caches),
         "transient_peak_bytes": max(cache.transient_peak_bytes for cache in caches),

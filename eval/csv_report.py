@@ -21,7 +21,8 @@ from .summary import CellSummary, Measured
 __all__ = ["report_csv"]
 
 _CELL = (
-    *("task", "length_tokens", "query_aware", "max_new_tokens", "policy", "options", "budget", "label", "seeds"),
+    *("task", "length_tokens", "query_aware", "max_new_tokens"),
+    *("policy", "options", "budget", "matched_to", "label", "seeds"),
     *("n", "truncated_examples", "status", "outcome", "reason", "interpretable", "smoke"),
 )
 _MEANS = (
@@ -32,6 +33,7 @@ _MEANS = (
     "prompt_rows",
     "prompt_rows_min",
     "prompt_rows_max",
+    "rows_over_time",
     "kept_ratio",
     "measured_bytes",
     "resident_bytes",
@@ -89,6 +91,7 @@ def _cell(result: Result) -> dict[str, Any]:
         "policy": cell.policy,
         "options": canonical_json(dict(cell.options)),
         "budget": cell.budget,
+        "matched_to": None if cell.matched_to is None else cell.source.label,
         "label": cell.label,
         "seeds": " ".join(map(str, result.coordinates["seeds"])),
         "n": len(result.rows),

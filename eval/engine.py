@@ -18,8 +18,10 @@ __all__ = [
     "CacheBuilder",
     "CacheUse",
     "EngineBuilder",
+    "RowsOverTime",
     "budget_rows",
     "check_policies",
+    "check_takes_budget",
     "full_kv_bytes",
     "measure",
 ]
@@ -66,10 +68,24 @@ def check_policies(options_by_policy: Iterable[tuple[str, Iterable[str]]]) -> No
                 )
 
 
+def check_takes_budget(names: Iterable[str]) -> None:
+    """Refuse policies that cannot be given as many rows as another one held.
+
+    Raises:
+        ConfigError: there is no such policy, or it takes no budget.
+    """
+    for policy in names:
+        check_policies([(policy, ())])
+        if "budget" not in policy_options(policy):
+            raise ConfigError(f"Policy {policy!r} takes no budget, so it cannot be matched. Name another one.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheUse:
     """Rows and bytes of a cache at one moment; rows are per layer and stored head."""
 
+    # Pairs of layer and stored head.
+    owners: int
     rows_mean: float
     rows_min: int
     rows_max: int
@@ -88,6 +104,7 @@ def measure(cache: Any) -> CacheUse:
     ledger, counted = cache.ledger(), cache.statistics
     names = ("forwards", "publications", "selections", "rows_dropped")
     return CacheUse(
+        owners=len(rows),
         rows_mean=sum(rows) / len(rows),
         rows_min=min(rows),
         rows_max=max(rows),
@@ -98,6 +115,34 @@ def measure(cache: Any) -> CacheUse:
         tail_rows_mean=int(ledger.tail_rows) / len(rows),
         statistics={name: int(getattr(counted, name)) for name in names},
     )
+
+
+class RowsOverTime:
+    """Rows per layer and stored head, right after the prompt and after every token fed since.
+
+    They follow from what the cache counts as dropped: rows themselves are not counted while a clock runs.
+    """
+
+    def __init__(self, cache: Any, after_prompt: CacheUse) -> None:
+        """Args: the cache of one batch row, and what it held after the prompt."""
+        self._cache, self._owners = cache, after_prompt.owners
+        self._dropped = int(cache.statistics.rows_dropped)
+        self._rows = [after_prompt.rows_mean]
+
+    def token_fed(self) -> None:
+        """Note what the cache holds now."""
+        before, self._dropped = self._dropped, int(self._cache.statistics.rows_dropped)
+        self._rows.append(self._rows[-1] + 1 - (self._dropped - before) / self._owners)
+
+    @property
+    def last(self) -> float:
+        """Rows after the last token."""
+        return self._rows[-1]
+
+    @property
+    def mean(self) -> float:
+        """Mean over the forwards."""
+        return sum(self._rows) / len(self._rows)
 
 
 def full_kv_bytes(model: Any, tokens: int) -> int:

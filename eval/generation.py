@@ -99,6 +99,7 @@ def greedy_decode(
     *,
     min_new_tokens: int = 0,
     is_complete: Callable[[list[int]], bool] = lambda tokens: False,
+    token_fed: Callable[[], None] = lambda: None,
 ) -> Generated:
     """Continue greedily until a stop token, an answer that is complete, or `max_new_tokens`.
 
@@ -109,6 +110,7 @@ def greedy_decode(
         stop_ids: ids that end an answer; they are no part of it.
         min_new_tokens: until there are so many, stop tokens are passed over for the next best token.
         is_complete: asked after each token whether the answer ends with it, such as by a stop string.
+        token_fed: called after each forward.
     """
     tokens: list[int] = []
     logits, forwards, started = prefilled.next_logits, 0, now(model)
@@ -127,6 +129,7 @@ def greedy_decode(
         if len(tokens) == max_new_tokens:
             break
         logits = _forward(model, [token], prefilled.cache)
+        token_fed()
         forwards += 1
     elapsed_ms = 1000.0 * (now(model) - started)
     return Generated(
@@ -138,14 +141,18 @@ def greedy_decode(
 
 
 @torch.no_grad()
-def score_answer(model: Any, prefilled: Prefilled, answer_ids: Sequence[int]) -> AnswerScore:
-    """Likelihood of the answer, one token a forward.
+def score_answer(
+    model: Any, prefilled: Prefilled, answer_ids: Sequence[int], *, token_fed: Callable[[], None] = lambda: None
+) -> AnswerScore:
+    """Likelihood of the answer, one token a forward; `token_fed` is called after each.
 
     Feeding it at once would be a prompt segment to a policy, which then selects differently from decoding.
     """
     started = now(model)
     followed = [prefilled.next_logits]
-    followed += [_forward(model, [token], prefilled.cache) for token in answer_ids[:-1]]
+    for token in answer_ids[:-1]:
+        followed.append(_forward(model, [token], prefilled.cache))
+        token_fed()
     elapsed_ms, forwards = 1000.0 * (now(model) - started), len(answer_ids) - 1
     log_probs_TV = torch.log_softmax(torch.stack(followed).float(), dim=-1)
     gold_T = torch.tensor(list(answer_ids), device=log_probs_TV.device)

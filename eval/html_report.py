@@ -10,6 +10,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from ..contract.canonical import sha256_of
+from .canary import canary_note
 from .extras import require
 from .figures import (
     MAP_COLOURS,
@@ -84,6 +85,7 @@ def report_html(run: Mapping[str, Any], results: Sequence[Result]) -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     text: str = environment.from_string(source).render(
         run=run,
+        canaries=[(canary_note(found), not found["answered"]) for found in run.get("canaries", {}).values()],
         counts=outcome_counts(results),
         points=[_point(title, group, drawing) for title, group in tables(summaries)],
         heat_maps=[_heat_section(found, drawing) for found in heat_maps(summaries)],
@@ -221,12 +223,13 @@ def _heat_section(found: HeatMaps, drawing: _Drawing) -> dict[str, Any]:
 
 def _coordinates(run: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
     """What all cells share, in groups: the model, the run itself, where it ran, where its texts come from."""
-    nested = ("identity", "environments", "tasks", "sweep")
+    nested = ("identity", "environments", "canaries", "tasks", "sweep")
     own = {key: value for key, value in run.items() if key not in (*nested, *_LEFT_OUT)}
     kept = {key: value for key, value in run.items() if key not in _LEFT_OUT}
     own |= {"delta": delta_of(run), "run_sha256": sha256_of(kept)}
     groups: list[tuple[str, Mapping[str, Any]]] = [("Model and prompt format", run["identity"]), ("Run", own)]
     groups += [(f"Where it ran: {key}", place) for key, place in run["environments"].items()]
+    groups += [(f"Canary: {key}", found) for key, found in run.get("canaries", {}).items()]
     groups += [(f"Task: {name}", provenance) for name, provenance in run["tasks"].items()]
     return [(title, [(key, _plain(value)) for key, value in sorted(values.items())]) for title, values in groups]
 

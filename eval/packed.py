@@ -52,10 +52,10 @@ class PackedRun:
 def write_packed(run: Mapping[str, Any], rows: Iterable[Row], path: Path) -> None:
     """Write a run into one JSON file; nothing of its rows is lost."""
     examples: dict[str, Any] = {}
-    groups: dict[str, list[Row]] = defaultdict(list)
+    groups: dict[str, list[tuple[Row, str]]] = defaultdict(list)
     for row in rows:
-        examples[str(row.example["id"])] = row.example
-        groups[canonical_json([row.cell_key, row.environment])].append(row)
+        key = _example_key(row.example, examples)
+        groups[canonical_json([getattr(row, name) for name in _SHARED])].append((row, key))
     lines = [json.dumps(_packed(group), sort_keys=True, ensure_ascii=False) for group in groups.values()]
     # One line a cell: small, and a difference between two files still shows which cell it is in.
     # The folder that the model lay in means nothing on another machine; its name and digests stay.
@@ -65,16 +65,29 @@ def write_packed(run: Mapping[str, Any], rows: Iterable[Row], path: Path) -> Non
     path.write_text(text, encoding="utf-8")
 
 
-def _packed(group: list[Row]) -> dict[str, Any]:
+def _example_key(example: Mapping[str, Any], examples: dict[str, Any]) -> str:
+    """Keep an example's record and return its key: the id, and a number where records of one id differ.
+
+    They do where the prompt does: without its text, or with the question in a segment of its own.
+    """
+    key, number = str(example["id"]), 1
+    while examples.setdefault(key, example) != example:
+        number += 1
+        key = f"{example['id']}-{number}"
+    return key
+
+
+def _packed(group: list[tuple[Row, str]]) -> dict[str, Any]:
     """The rows of one cell as columns; a part that a failed row lacks is null in each of its columns."""
-    shared = {name: getattr(group[0], name) for name in _SHARED}
-    columns: dict[str, Any] = {name: [getattr(row, name) for row in group] for name in _ROW_COLUMNS}
+    rows = [row for row, _ in group]
+    shared = {name: getattr(rows[0], name) for name in _SHARED}
+    columns: dict[str, Any] = {name: [getattr(row, name) for row in rows] for name in _ROW_COLUMNS}
     for part, kind in _PARTS.items():
-        records = [getattr(row, part) for row in group]
+        records = [getattr(row, part) for row in rows]
         columns[part] = {
             field.name: [record and getattr(record, field.name) for record in records] for field in fields(kind)
         }
-    return {**shared, **columns, "example": [row.example["id"] for row in group]}
+    return {**shared, **columns, "example": [key for _, key in group]}
 
 
 def _unpacked(cell: Mapping[str, Any], examples: Mapping[str, Any]) -> Iterable[Row]:

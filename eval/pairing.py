@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from .cells import same_rows
 from .statistics import Interval, paired_difference
 from .summary import CellSummary
 
@@ -29,6 +30,8 @@ class Pair:
 def pairs(summaries: Iterable[CellSummary]) -> list[Pair]:
     """Compare every measured cell with the baselines of its task, length and budget; first come the cells.
 
+    A cell that others are matched to is compared with them, and they with one another.
+
     A baseline that ran with several option sets is represented by its first.
     """
     cells = list(summaries)
@@ -37,17 +40,19 @@ def pairs(summaries: Iterable[CellSummary]) -> list[Pair]:
 
 
 def _baseline_of(ours: CellSummary, name: str, cells: Iterable[CellSummary]) -> CellSummary | None:
-    """The cell of that policy at the same point, unless it is the same policy."""
-    if ours.cell.policy == name:
+    """The cell of that policy at the same point, unless it is the same policy: one that is matched before others."""
+    cell = ours.cell
+    if cell.policy == name:
         return None
-    budget = None if name == "full" else ours.cell.budget
-
-    def matches(other: CellSummary) -> bool:
-        point = ("task", "length_tokens", "max_new_tokens", "query_aware")
-        same_point = all(getattr(other.cell, field) == getattr(ours.cell, field) for field in point)
-        return same_point and (other.cell.policy, other.cell.budget) == (name, budget)
-
-    return next((other for other in cells if matches(other)), None)
+    point = ("task", "length_tokens", "max_new_tokens", "query_aware")
+    there = [
+        other
+        for other in cells
+        if other.cell.policy == name and all(getattr(other.cell, key) == getattr(cell, key) for key in point)
+    ]
+    if name != "full":
+        there = [other for other in there if same_rows(cell, other.cell)]
+    return min(there, key=lambda other: other.cell.matched_to is None, default=None)
 
 
 def _pair(ours: CellSummary, baseline: CellSummary | None) -> Pair | None:

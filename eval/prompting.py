@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ..errors import ConfigError
-from .tasks.base import Example
+from .tasks.base import Example, Turn
 
 __all__ = ["EncodedPrompt", "PromptEncoder"]
 
@@ -18,12 +20,16 @@ class EncodedPrompt:
     """Token ids of one prompt and of its gold answer as the model would continue with it.
 
     `segment_ends` are the token counts after which a cache may select: the prompt is fed in these pieces.
+    `added_bos_tokens` (0 or 1) stand before the ids of the text. `template_preamble` is what the chat template put in
+    front of the first turn by itself; empty where it adds nothing, or was not used.
     """
 
     token_ids: tuple[int, ...]
     answer_ids: tuple[int, ...]
     segment_ends: tuple[int, ...]
     sha256: str
+    added_bos_tokens: int
+    template_preamble: str
 
     @property
     def segments(self) -> tuple[tuple[int, ...], ...]:
@@ -56,6 +62,24 @@ class PromptEncoder:
     def template_sha256(self) -> str:
         """Digest of the chat template; of the empty string when the tokenizer has none."""
         return hashlib.sha256((self._template or "").encode()).hexdigest()
+
+    @cached_property
+    def template_preamble(self) -> str:
+        """What the chat template puts in front of the first turn by itself, such as a system message of its own.
+
+        It is what stands before the first user's text and not before a later one's.
+        """
+        if not self.uses_chat_template:
+            return ""
+        rendered = self._rendered([Turn(user="first user", assistant="first answer")], "second user")
+        before, _, after = rendered.partition("first user")
+        between = after.partition("first answer")[2].partition("second user")[0]
+        # By ids, not by letters: two markers may end alike.
+        ids, opening = self._plain_ids(before), self._plain_ids(between)
+        while ids and opening and ids[-1] == opening[-1]:
+            ids.pop()
+            opening.pop()
+        return "" if ids == [self._bos_id] else str(self._tokenizer.decode(ids))
 
     @property
     def tokenizer_sha256(self) -> str:
@@ -100,7 +124,7 @@ class PromptEncoder:
         if not (self.uses_chat_template and example.chat_template):
             turns = "".join(f"{turn.user}\n{turn.assistant}\n\n" for turn in example.earlier_turns)
             return f"{turns}{question}\n{example.answer_prefix}" if example.answer_prefix else f"{turns}{question}"
-        return f"{self._rendered(example, question)}{example.answer_prefix}"
+        return f"{self._rendered(example.earlier_turns, question)}{example.answer_prefix}"
 
     def count_prompt(self, example: Example) -> int:
         """Tokens of the prompt that `encode` makes, without finding its segments or encoding the gold answer."""
@@ -116,21 +140,28 @@ class PromptEncoder:
         """
         prompt_text = self.text(example)
         templated = self.uses_chat_template and example.chat_template
-        prompt = self._ids(prompt_text, templated=templated)
+        plain = self._plain_ids(prompt_text)
+        bos = [] if templated else self._bos_before(plain)
+        prompt = [*bos, *plain]
         joint = "" if not example.answer_prefix or example.answer_prefix[-1].isspace() else " "
         continued = self._ids(f"{prompt_text}{joint}{example.gold_text}", templated=templated)
         # A tokenizer may merge the answer into the prefix's last token; then the answer is encoded alone.
         answer = continued[len(prompt) :]
         if continued[: len(prompt)] != prompt:
             answer = self._tokenizer(f"{joint}{example.gold_text}", add_special_tokens=False)["input_ids"]
-        digest = hashlib.sha256(repr(prompt).encode()).hexdigest()
-        ends = self._segment_ends(example, prompt_text, prompt, query_aware=query_aware)
-        return EncodedPrompt(token_ids=tuple(prompt), answer_ids=tuple(answer), segment_ends=ends, sha256=digest)
+        return EncodedPrompt(
+            token_ids=tuple(prompt),
+            answer_ids=tuple(answer),
+            segment_ends=self._segment_ends(example, prompt_text, prompt, query_aware=query_aware),
+            sha256=hashlib.sha256(repr(prompt).encode()).hexdigest(),
+            added_bos_tokens=len(bos),
+            template_preamble=self.template_preamble if templated else "",
+        )
 
-    def _rendered(self, example: Example, question: str) -> str:
+    def _rendered(self, earlier_turns: Iterable[Turn], question: str) -> str:
         turns = [
             {"role": role, "content": content}
-            for turn in example.earlier_turns
+            for turn in earlier_turns
             for role, content in (("user", turn.user), ("assistant", turn.assistant))
         ]
         turns.append({"role": "user", "content": question})
@@ -165,13 +196,17 @@ class PromptEncoder:
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(alone, ids[added:], strict=False))
         return added + sum(1 for _ in same)
 
+    def _plain_ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
     def _ids(self, text: str, *, templated: bool) -> list[int]:
         """Ids of a rendered template as they are; else with one BOS where the tokenizer adds one by itself."""
-        ids: list[int] = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        if templated or not self._tokenizer_adds_bos or self._starts_with_bos(ids):
-            return ids
-        assert self._bos_id is not None
-        return [self._bos_id, *ids]
+        ids = self._plain_ids(text)
+        return ids if templated else [*self._bos_before(ids), *ids]
+
+    def _bos_before(self, ids: list[int]) -> list[int]:
+        adds = self._tokenizer_adds_bos and not self._starts_with_bos(ids)
+        return [self._bos_id] if adds and self._bos_id is not None else []
 
     def _starts_with_bos(self, ids: list[int]) -> bool:
         return bool(ids) and ids[0] == self._bos_id

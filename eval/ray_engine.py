@@ -16,6 +16,7 @@ from typing import Any
 
 from ..errors import ConfigError, KVPolicyError
 from . import cells
+from .canary import canary_warning
 from .engine import EngineBuilder
 from .execution import Execution
 from .extras import require
@@ -70,11 +71,12 @@ class RayWorker:
         model = self._config.model
         self._loaded = load_for_command(model.name, model.dtype, model.device)
 
-    def begin(self, follows: bool, allow_mixed: bool) -> None:
-        """Begin or continue the folder. Raises ConfigError where it is refused."""
+    def begin(self, follows: bool, allow_mixed: bool) -> str | None:
+        """Begin or continue the folder, and return what the canary warns of. Raises ConfigError where it is refused."""
         directory = RunDirectory(self._out, rank=self._rank, follows=follows)
         build = EngineBuilder(self._loaded.model, self._loaded.tokenizer)
         self._worker = SweepWorker(self._config, self._loaded, directory, build, allow_mixed=allow_mixed)
+        return canary_warning(self._worker.canary)
 
     def run(self, point: int, number: int, read_again: bool) -> Report:
         """Run one example; `read_again` where another worker may have written some of its rows."""
@@ -125,7 +127,9 @@ class _Crew:
         self.workers: list[Any] = [actor.remote(config.document, str(out), rank) for rank in range(count)]
 
     def run(self, say: Callable[[str], None]) -> RunOutcome:
-        self._begin()
+        warning = self._begin()
+        if warning:
+            say(f"warning: {warning}")
         todo = deque(self._jobs())
         outcome, progress = RunOutcome(), Progress(say, [len(todo)])
         progress.begin(0, f"{len(self.workers)} workers")
@@ -161,14 +165,15 @@ class _Crew:
         if self._running:
             self._ray.wait(list(self._running), num_returns=len(self._running), timeout=_SECONDS_TO_END)
 
-    def _begin(self) -> None:
-        """All load at once; the first begins the folder before the others look at it."""
+    def _begin(self) -> str | None:
+        """All load at once; the first begins the folder before the others look at it, and what warns it is returned."""
         for loading in [worker.load.remote() for worker in self.workers]:
             self._result(loading)
         first, others = self.workers[0], self.workers[1:]
-        self._result(first.begin.remote(False, self._how.allow_mixed))
+        warning: str | None = self._result(first.begin.remote(False, self._how.allow_mixed))
         for beginning in [worker.begin.remote(True, self._how.allow_mixed) for worker in others]:
             self._result(beginning)
+        return warning
 
     def _jobs(self) -> Iterator[_Job]:
         for index, point in enumerate(self._points):

@@ -37,7 +37,9 @@ class QualityRecord:
 class CacheRecord:
     """What the cache really held: after the prompt, and `final_*` after the answer was generated.
 
-    Rows are per layer and stored head. `full_kv_bytes` is the K/V payload of the same prompt in a full cache.
+    Rows are per layer and stored head. `rows_over_time_mean` is the mean over the forwards: what was held after the
+    prompt, and after every token fed since; None in records made before it was measured. `full_kv_bytes` is the K/V
+    payload of the same prompt in a full cache.
     """
 
     prompt_rows_mean: float
@@ -58,6 +60,7 @@ class CacheRecord:
     forwards: int
     publications: int
     manifest_sha256: str
+    rows_over_time_mean: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

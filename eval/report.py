@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .canary import canary_note
 from .report_notes import reading_notes
 from .report_tables import (
     Table,
@@ -79,6 +80,7 @@ def _header(run: Mapping[str, Any]) -> list[str]:
     lines = [
         f"Model {identity['model']}, {identity['dtype']}, chat template {template}. Evidence: {run['evidence_class']}.",
         *(_place(environment) for environment in run["environments"].values()),
+        *(canary_note(canary) for canary in run.get("canaries", {}).values()),
     ]
     for name, provenance in run["tasks"].items():
         lines.append(f"{name}: " + ", ".join(f"{key} {value}" for key, value in provenance.items()) + ".")

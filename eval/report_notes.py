@@ -28,10 +28,21 @@ def reading_notes(run: Mapping[str, Any], results: Sequence[Result]) -> list[str
         "Paired differences: this policy minus the other on the same examples at the same budget. By depth: score / "
         "NLL of the examples whose needle lies there; 0 is the beginning of the text.",
         f"smoke: fewer than {SMOKE_BELOW} examples; shows that things run, supports no claim.",
-        "Rows are per layer and head; rows and MiB are what the cache held right after the prompt.",
+        "Rows are per layer and head; rows and MiB are what the cache held right after the prompt. Rows over time: the "
+        "mean over the forwards, of the prompt and of every token of the answer but the last.",
+        *_matched_note(results),
         f"{_question_note(results)} {_cut_note(results)}",
         BYTES_NOTE,
         "Times are wall-clock; on a shared machine an indication only.",
+    ]
+
+
+def _matched_note(results: Iterable[Result]) -> list[str]:
+    if not any(result.summary.cell.matched_to for result in results):
+        return []
+    return [
+        "@ rows of another cell: the budget is, example by example, the rows that cell held over time. Its paired "
+        "differences are with these cells."
     ]
 
 

@@ -39,6 +39,7 @@ COLUMNS = (
     "KL to full",
     "top-1",
     "rows (min-max)",
+    "rows over time",
     "kept",
     "MiB",
     "of full K/V",
@@ -47,7 +48,7 @@ COLUMNS = (
     "outcome",
 )
 # What a run costs, for terminals too narrow for one table of everything.
-COST_COLUMNS = ("rows (min-max)", "kept", "MiB", "of full K/V", "prefill s", "ms/token")
+COST_COLUMNS = ("rows (min-max)", "rows over time", "kept", "MiB", "of full K/V", "prefill s", "ms/token")
 _PAGE_COLUMNS = ("policy", "n", "score [95%]", "answer NLL [95%]", "rows (min-max)", "outcome")
 BYTES_NOTE = (
     "MiB and the share of the full K/V are measured from tensor storages: slack (slots without a row), maps and "
@@ -118,6 +119,7 @@ def table_cells(summary: CellSummary) -> list[str]:
         _optional(measured.kl_to_full_nats, ".3f"),
         _optional(measured.top1_agreement_ratio, ".3f"),
         rows,
+        _optional(measured.rows_over_time, ".1f"),
         f"{measured.kept_ratio:.3f}",
         f"{measured.measured_bytes / _BYTES_PER_MIB:.3f}",
         f"{measured.measured_bytes / measured.full_kv_bytes:.1%}",

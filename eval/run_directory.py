@@ -2,6 +2,7 @@
 
     run.json                          the sweep, the model's identity, what texts came from
     environments/KEY.json             where rows ran: versions, hardware, threads
+    canaries/KEY.json                 what the full cache answered there before the first row
     examples/TASK-LENGTH-SEED.jsonl   what was asked
     cells/LABEL--KEY/cell.json        what was requested of a cell
     cells/LABEL--KEY/samples.R.jsonl  rows of worker R, appended as they are known
@@ -84,7 +85,7 @@ class RunDirectory:
         return {**before, **now}
 
     def read_run(self) -> dict[str, Any]:
-        """The parsed `run.json`, with every environment by its key.
+        """The parsed `run.json`, with every environment by its key, and the canaries where there are any.
 
         Raises:
             ConfigError: the folder holds no run.
@@ -92,19 +93,34 @@ class RunDirectory:
         if not self.run_path.is_file():
             raise ConfigError(f"{self.path} holds no run.json. Give the folder that `kvpolicy eval run` wrote.")
         run: dict[str, Any] = json.loads(self.run_path.read_text(encoding="utf-8"))
-        return {**run, "environments": self.environments()}
+        canaries = self._by_key("canaries")
+        return {**run, "environments": self.environments(), **({"canaries": canaries} if canaries else {})}
 
     def environments(self) -> dict[str, Any]:
         """Where rows of this run ran, by key."""
-        files = sorted((self.path / "environments").glob("*.json"))
-        return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
+        return self._by_key("environments")
 
     def add_environment(self, key: str, environment: Mapping[str, Any]) -> None:
         """Note where this worker runs, if no other has: the key is a digest of what it says."""
-        folder = self.path / "environments"
-        folder.mkdir(exist_ok=True)
-        if not (folder / f"{key}.json").is_file():
-            write_atomically(folder / f"{key}.json", json.dumps(environment, indent=1, sort_keys=True) + "\n")
+        self._add("environments", key, environment)
+
+    def canary(self, environment: str) -> dict[str, Any] | None:
+        """What the canary of an environment found, if one was run there."""
+        return self._by_key("canaries").get(environment)
+
+    def add_canary(self, environment: str, canary: Mapping[str, Any]) -> None:
+        """Keep what the canary of an environment found."""
+        self._add("canaries", environment, canary)
+
+    def _by_key(self, folder: str) -> dict[str, Any]:
+        files = sorted((self.path / folder).glob("*.json"))
+        return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
+
+    def _add(self, folder: str, key: str, content: Mapping[str, Any]) -> None:
+        path = self.path / folder / f"{key}.json"
+        path.parent.mkdir(exist_ok=True)
+        if not path.is_file():
+            write_atomically(path, json.dumps(content, indent=1, sort_keys=True) + "\n")
 
     def save_examples(self, name: str, lines: str) -> None:
         """Keep the examples of a task point, which rows refer to by id."""

@@ -14,13 +14,15 @@ import torch
 from ..cache import PolicyCache
 from ..contract.canonical import sha256_of
 from ..errors import KVPolicyError
-from . import acting, cells, environment, outcomes
+from . import acting, cells, environment, matching, outcomes
+from .canary import canary_warning, run_canary
 from .cells import Cell
 from .dense_prompts import DensePrompts
 from .engine import CacheBuilder
 from .model_loading import LoadedModel
 from .policy_coordinates import policy_coordinates
 from .progress import Progress
+from .prompt_ids import check_prompt_ids
 from .prompting import EncodedPrompt, PromptEncoder
 from .records import Row
 from .run_directory import RunDirectory
@@ -68,6 +70,8 @@ class _PlannedCell:
 
     cell: Cell
     key: str
+    # Of the cell whose rows it gets; its own where it gets none.
+    source_key: str
     # Of all examples of the task point, so that all parts of a run agree.
     prompt_tokens: list[int]
     refused: bool = False
@@ -104,6 +108,7 @@ class SweepWorker:
 
         Raises:
             ConfigError: the folder belongs to another model, or its rows ran elsewhere.
+            IntegrityError: the canary, run first in every environment of the folder, found a fault.
         """
         torch.set_num_threads(config.threads)
         self.config, self.loaded, self.directory, self.build = config, loaded, directory, build_cache
@@ -118,13 +123,15 @@ class SweepWorker:
             environment.check_same(place, directory.environments().values())
         directory.begin(self._run_record())
         directory.add_environment(self.environment, place)
+        self.canary = self._canary()
         self._cells = self._open_cells()
         self._point: _OpenPoint | None = None
         self.find_done()
 
     def find_done(self) -> None:
         """Read which rows are there. A failed one is tried again: what failed may have been repaired."""
-        self.done = {row.row_key for row in self.directory.rows() if row.status in outcomes.DONE}
+        rows = self.directory.rows()
+        self.done = {row.row_key: matching.finished(row) for row in rows if row.status in outcomes.DONE}
 
     def run(self, point: int, number: int, listener: Listener) -> RunOutcome:
         """Run the `number`-th example of the `point`-th task point; every row is on disk when this returns.
@@ -140,10 +147,10 @@ class SweepWorker:
         @functools.cache
         def encode(query_aware: bool) -> EncodedPrompt:
             # Every cell asks for it; a long text is tokenised once.
-            return self.encoder.encode(example, query_aware=query_aware)
+            return self.encoded(example, query_aware=query_aware)
 
         for entry in opened.planned:
-            row_key = sha256_of([entry.key, example.example_id])[:16]
+            row_key = _row_key(entry.key, example)
             if row_key in self.done:
                 outcome.skipped += 1
                 continue
@@ -156,9 +163,29 @@ class SweepWorker:
                 outcome.failed += 1
                 entry.refused = True
                 listener.failed(entry.cell.label, f"{row.status} ({row.reason})")
-            elif row.quality is not None:
+                continue
+            self.done[row_key] = matching.finished(row)
+            if row.quality is not None:
                 listener.scored(entry.cell.label, row.quality.score)
         return outcome
+
+    def encoded(self, example: Example, *, query_aware: bool) -> EncodedPrompt:
+        """The prompt of an example, checked against its text.
+
+        Raises:
+            ConfigError: it has a token that its text does not have.
+        """
+        found = self.encoder.encode(example, query_aware=query_aware)
+        check_prompt_ids(self.loaded.tokenizer, example, found)
+        return found
+
+    def _canary(self) -> dict[str, Any]:
+        """What the full cache answers in this environment, asked once a folder."""
+        found = self.directory.canary(self.environment)
+        if found is None:
+            found = run_canary(self.loaded, self.encoder, self.build, share=self.config.share_prefill)
+            self.directory.add_canary(self.environment, found)
+        return found
 
     def _run_record(self) -> dict[str, Any]:
         return {
@@ -195,7 +222,13 @@ class SweepWorker:
             self.directory.save_examples(name, to_dataset(examples).to_pandas().to_json(orient="records", lines=True))
             prompt_tokens = [len(self.encoder.encode(example).token_ids) for example in examples]
             planned = [
-                _PlannedCell(cell=cell, key=key, prompt_tokens=prompt_tokens) for cell, key in self._cells[index]
+                _PlannedCell(
+                    cell=cell,
+                    key=key,
+                    source_key=cell.source.key(self.identity_sha256),
+                    prompt_tokens=prompt_tokens,
+                )
+                for cell, key in self._cells[index]
             ]
             self._point = _OpenPoint(index=index, task=task, examples=examples, planned=planned)
         return self._point
@@ -236,8 +269,11 @@ def run_part(
 ) -> RunOutcome:
     """Run one part of every cell's examples, in order, and say how far it is; see `run_sweep`."""
     outcome = RunOutcome()
-    warning = environment.oversubscription_warning(worker.config.threads, worker.jobs)
-    if warning:
+    warnings = (
+        environment.oversubscription_warning(worker.config.threads, worker.jobs),
+        canary_warning(worker.canary),
+    )
+    for warning in filter(None, warnings):
         say(f"warning: {warning}")
     numbers = [range(point.request.num_examples)[slice(part[0] - 1, limit, part[1])] for point in worker.points]
     progress = Progress(say, [len(each) for each in numbers])
@@ -260,10 +296,10 @@ def _row(
     dense: DensePrompts,
     encode: Callable[[bool], EncodedPrompt],
 ) -> Row:
-    cell = entry.cell
+    cell, source = entry.cell, worker.done.get(_row_key(entry.source_key, example))
     with_context = encode(cell.query_aware)
     asked = without_context(example) if cell.policy == NO_CONTEXT else example
-    encoded = with_context if asked is example else worker.encoder.encode(asked, query_aware=cell.query_aware)
+    encoded = with_context if asked is example else worker.encoded(asked, query_aware=cell.query_aware)
     blank = Row(
         row_key=row_key,
         cell_key=entry.key,
@@ -273,16 +309,17 @@ def _row(
         environment=worker.environment,
     )
     if entry.equals_full is None:
-        entry.equals_full = _equals_full(worker, entry)
+        entry.equals_full = matching.source_equals_full(source) if cell.matched_to else _equals_full(worker, entry)
     if entry.equals_full:
         # Neither a result of the policy nor a failure of it.
         reason, equal = "the budget takes nothing from any prompt", str(outcomes.Outcome.EQUALS_FULL)
         return dataclasses.replace(blank, status=outcomes.EQUALS_FULL, outcome=equal, reason=reason)
     try:
-        cache = worker.build(cell)
-        declared = policy_coordinates(cache) if isinstance(cache, PolicyCache) else {}
+        budgeted = matching.with_budget(cell, source)
+        cache = worker.build(budgeted)
+        declared = matching.declared_of(cell, policy_coordinates(cache)) if isinstance(cache, PolicyCache) else {}
         trial = run_trial(
-            worker.loaded, cell, asked, encoded, cache, metric=task.metric, dense=dense, beside=with_context
+            worker.loaded, budgeted, asked, encoded, cache, metric=task.metric, dense=dense, beside=with_context
         )
     except Exception as error:  # a failing cell is a result, and the sweep goes on
         return dataclasses.replace(
@@ -301,6 +338,10 @@ def _row(
             policy=declared,
         )
     return dataclasses.replace(blank, quality=trial.quality, cache=trial.cache, timing=trial.timing, policy=declared)
+
+
+def _row_key(cell_key: str, example: Example) -> str:
+    return sha256_of([cell_key, example.example_id])[:16]
 
 
 def _equals_full(worker: SweepWorker, entry: _PlannedCell) -> bool:
@@ -324,6 +365,8 @@ def _example_record(example: Example, encoded: EncodedPrompt) -> dict[str, Any]:
         "answers": list(example.answers),
         "prompt_tokens": len(encoded.token_ids),
         "prompt_sha256": encoded.sha256,
+        "template_preamble": encoded.template_preamble,
+        "added_bos_tokens": encoded.added_bos_tokens,
         "segments": len(encoded.segment_ends),
         "truncated": example.dropped_tokens > 0,
         "dropped_tokens": example.dropped_tokens,

@@ -40,6 +40,8 @@ class Measured:
     prompt_rows: float
     prompt_rows_min: int
     prompt_rows_max: int
+    # Mean over the forwards; None where a row has none.
+    rows_over_time: float | None
     kept_ratio: float
     measured_bytes: float
     # K/V of live rows, and what a policy keeps beside them; slots without a row are left out.
@@ -179,6 +181,7 @@ def _measure(group: list[Row]) -> Measured:
         prompt_rows=_mean(c.prompt_rows_mean for c in cache),
         prompt_rows_min=min(c.prompt_rows_min for c in cache),
         prompt_rows_max=max(c.prompt_rows_max for c in cache),
+        rows_over_time=_mean_if_all(c.rows_over_time_mean for c in cache),
         kept_ratio=_mean(c.kept_ratio for c in cache),
         measured_bytes=_mean(c.measured_bytes for c in cache),
         resident_bytes=_mean(c.measured_bytes - c.slack_bytes for c in cache),

@@ -77,12 +77,16 @@ class TaskSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySpec:
-    """One policy: fixed `options`, a `grid` of option values to cross, and the budgets to run it at."""
+    """One policy: fixed `options`, a `grid` of option values to cross, and the budgets to run it at.
+
+    Every one of its cells is followed by the policies `matched`, with their defaults, at the rows it held.
+    """
 
     name: str
     budgets: tuple[BudgetValue, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     grid: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    matched: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,12 +238,30 @@ def _delta(value: Any) -> float:
 def _policy(value: Any, budgets: tuple[BudgetValue, ...], index: int) -> PolicySpec:
     where = f"policies[{index}]"
     value = {"name": value} if isinstance(value, str) else value
-    fields.check_keys(value, ("name", "options", "grid", "budgets"), required=("name",), where=where)
+    fields.check_keys(value, ("name", "options", "grid", "budgets", "matched"), required=("name",), where=where)
     grid = {key: tuple(values) for key, values in value.get("grid", {}).items()}
     own = _budgets(value["budgets"], where=f"{where}.budgets") if "budgets" in value else budgets
     # A policy that takes no budget is asked for with `budgets: []` and runs once.
     chosen = (None,) if value["name"] == "full" or not own else own
-    return PolicySpec(name=str(value["name"]), budgets=chosen, options=value.get("options", {}), grid=grid)
+    return PolicySpec(
+        name=str(value["name"]),
+        budgets=chosen,
+        options=value.get("options", {}),
+        grid=grid,
+        matched=_matched(value.get("matched", []), str(value["name"]), where=f"{where}.matched"),
+    )
+
+
+def _matched(names: Any, policy: str, *, where: str) -> tuple[str, ...]:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{where} must be a list of policies such as [random, sliding_window]; got {names!r}.")
+    refused = [name for name in names if name in (policy, *REFERENCES)]
+    if refused or (names and policy in REFERENCES):
+        raise ConfigError(
+            f"{where} asks for {refused[0] if refused else names[0]!r} at the rows of {policy!r}. Matched are other "
+            "policies with a budget, to one that drops rows."
+        )
+    return tuple(dict.fromkeys(names))
 
 
 def _budgets(values: Any, *, where: str) -> tuple[BudgetValue, ...]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["print_tables"]
 
-_PIPE_COLUMNS, _UNLIMITED = 180, 10_000
+_PIPE_COLUMNS, _UNLIMITED = 200, 10_000
 
 
 def print_tables(summaries: list[CellSummary]) -> None:

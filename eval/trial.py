@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from . import acting, engine, generation
 from .cells import Cell
 from .dense_prompts import DensePrompts
-from .engine import CacheUse
+from .engine import CacheUse, RowsOverTime
 from .generation import AnswerScore, Generated, Prefilled
 from .metrics.agreement import agreement
 from .metrics.registry import score_answer
@@ -60,9 +60,14 @@ def run_trial(
     _check_fits(model, len(encoded.token_ids) + max(cell.max_new_tokens, len(encoded.answer_ids)))
     prefilled = dense.prefill(encoded, cache)
     after_prompt = engine.measure(prefilled.cache)
-    scored = generation.fork(prefilled) if cell.max_new_tokens else prefilled
-    answer = generation.score_answer(model, scored, encoded.answer_ids)
-    generated = _generated(loaded, cell, example, prefilled, answer)
+    held = RowsOverTime(prefilled.cache, after_prompt)
+    if cell.max_new_tokens:
+        answer = generation.score_answer(model, generation.fork(prefilled), encoded.answer_ids)
+        generated = _generated(loaded, cell, example, prefilled, held)
+    else:
+        answer = generation.score_answer(model, prefilled, encoded.answer_ids, token_fed=held.token_fed)
+        # Nothing is generated: the decode steps are those that fed the gold text.
+        generated = Generated(token_ids=(), finish_reason="none", forwards=0, ms_per_forward=answer.ms_per_forward)
     at_end = engine.measure(prefilled.cache)
     prompt_tokens = len(encoded.token_ids)
     allowed = engine.budget_rows(cell, prefilled.cache, model, prompt_tokens)
@@ -72,6 +77,7 @@ def run_trial(
             prefilled.cache,
             after_prompt,
             at_end,
+            rows_over_time_mean=held.mean,
             prompt_tokens=prompt_tokens,
             full_kv_bytes=engine.full_kv_bytes(model, prompt_tokens),
             allowed_rows=allowed,
@@ -87,11 +93,8 @@ def run_trial(
 
 
 def _generated(
-    loaded: LoadedModel, cell: Cell, example: Example, prefilled: Prefilled, answer: AnswerScore
+    loaded: LoadedModel, cell: Cell, example: Example, prefilled: Prefilled, held: RowsOverTime
 ) -> Generated:
-    """The greedy answer; nothing for a task that generates nothing, whose decode steps fed the gold text."""
-    if cell.max_new_tokens == 0:
-        return Generated(token_ids=(), finish_reason="none", forwards=0, ms_per_forward=answer.ms_per_forward)
     return generation.greedy_decode(
         loaded.model,
         prefilled,
@@ -99,6 +102,7 @@ def _generated(
         generation.end_of_text_ids(loaded.model, loaded.tokenizer) | _stop_token_ids(loaded.tokenizer, example),
         min_new_tokens=example.min_new_tokens,
         is_complete=_stops(loaded.tokenizer, example),
+        token_fed=held.token_fed,
     )
 
 
@@ -160,6 +164,7 @@ def _cache_record(
     after_prompt: CacheUse,
     at_end: CacheUse,
     *,
+    rows_over_time_mean: float,
     prompt_tokens: int,
     full_kv_bytes: int,
     allowed_rows: int | None,
@@ -171,6 +176,7 @@ def _cache_record(
         prompt_rows_max=after_prompt.rows_max,
         final_rows_mean=at_end.rows_mean,
         final_rows_max=at_end.rows_max,
+        rows_over_time_mean=rows_over_time_mean,
         kept_ratio=after_prompt.rows_mean / prompt_tokens,
         measured_bytes=after_prompt.measured_bytes,
         payload_bytes=after_prompt.payload_bytes,

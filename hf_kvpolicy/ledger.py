@@ -152,7 +152,7 @@ def _positions_bytes(part: RowMap) -> int:
 
 def _ragged_positions_bytes(snapshot: Snapshot) -> int:
     maps = [layer.map for layer in snapshot.ragged]
-    return sum(_declared((part.columns_N, part.tokens_N, part.slots_N)) for part in maps)
+    return sum(_declared((part.columns_P, part.tokens_P)) for part in maps)
 
 
 def _ragged_offsets_bytes(snapshot: Snapshot) -> int:
@@ -167,7 +167,7 @@ def _seen_bytes(snapshot: Snapshot) -> int:
 
 def _scores_bytes(snapshot: Snapshot) -> int:
     held = () if snapshot.open_segment is None else snapshot.open_segment.tensors()
-    carried = (snapshot.scores_LBSWX, *(layer.map.states_NX for layer in snapshot.ragged))
+    carried = (snapshot.scores_LBSWX, *(layer.map.states_PX for layer in snapshot.ragged))
     return _declared(held) + _declared(carried)
 
 

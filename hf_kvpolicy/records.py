@@ -319,14 +319,12 @@ def _prompt_rows(table: RaggedMap, batch: int, snapshot: Snapshot) -> int:
 
 
 def _slot_faults(layer: int, table: RaggedMap) -> list[str]:
-    """Check that rows and the spare slot of every owner fill its first n + 1 slots, each once."""
-    if table.slots_N is None or table.spare_O is None:
-        return []
-    parts = zip(torch.split(table.slots_N, list(table.lengths)), table.spare_O.tolist(), table.lengths, strict=True)
+    """Check that the spare slot of every owner lies among its first n + 1 slots, whose others hold its rows."""
+    spare = [] if table.spare_O is None else table.spare_O.tolist()
     return [
-        f"layer {layer}, owner {owner} has rows in the slots {slots.tolist()} and a spare slot {spare}"
-        for owner, (slots, spare, rows) in enumerate(parts)
-        if sorted([*slots.tolist(), spare]) != list(range(rows + 1))
+        f"layer {layer}, owner {owner} has {rows} rows and a spare slot {slot}"
+        for owner, (slot, rows) in enumerate(zip(spare, table.lengths if spare else (), strict=True))
+        if not 0 <= slot <= rows
     ]
 
 

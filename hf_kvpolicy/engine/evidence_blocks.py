@@ -104,8 +104,8 @@ def attend_with_logits(
     logits = grouped_logits(query_BQ1D, keys_BSND, mask_BMTN, scaling, dtype=wide, weighting=weighting)
     attention = weighting.weights(logits)
     batch, stored, size, _, rows = logits.shape
-    weights = attention.view(batch, stored, size, rows).to(values_BSND.dtype)
-    output = torch.matmul(weights, values_BSND).reshape(batch, 1, stored * size, -1)
+    weights = attention.view(batch * stored, size, rows).to(values_BSND.dtype)
+    output = torch.bmm(weights, values_BSND.flatten(0, 1)).view(batch, 1, stored * size, -1)
     return output, logits.float(), attention.float()
 
 
@@ -124,8 +124,9 @@ def grouped_logits(
     """
     batch, heads, tokens, dim = query_BQTD.shape
     stored, rows = keys_BSND.shape[1], keys_BSND.shape[2]
-    folded = query_BQTD.reshape(batch, stored, heads // stored * tokens, dim).to(dtype) * scaling
-    logits = weighting.cap_(torch.matmul(folded, keys_BSND.to(dtype).transpose(2, 3)))
+    folded = query_BQTD.reshape(batch * stored, heads // stored * tokens, dim).to(dtype) * scaling
+    # One plain product: a general one makes more calls, and those are what a decode step of a small model waits for.
+    logits = weighting.cap_(torch.bmm(folded, keys_BSND.to(dtype).flatten(0, 1).transpose(1, 2)))
     logits = logits.view(batch, stored, heads // stored, tokens, rows)
     if mask_BMTN is not None:
         masked = logits[..., rows - mask_BMTN.shape[3] :]

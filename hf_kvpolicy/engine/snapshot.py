@@ -218,7 +218,7 @@ class Snapshot:
     @property
     def device(self) -> torch.device:
         """Where maps and frontier lie."""
-        return self.maps[0].live_BMW.device if self.maps else self.ragged[0].map.tokens_N.device
+        return self.maps[0].live_BMW.device if self.maps else self.ragged[0].map.device
 
     @property
     def tail_width(self) -> int:
@@ -251,7 +251,7 @@ class Snapshot:
 
     def packed(self) -> Snapshot:
         """Return the snapshot without dead slots among its ragged rows (copied where there are any)."""
-        if all(layer.map.slots_N is None for layer in self.ragged):
+        if not any(layer.map.is_open for layer in self.ragged):
             return self
         return replace(self, ragged=tuple(layer.packed() for layer in self.ragged))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -195,14 +195,14 @@ def _ragged_used(lengths: Sequence[int], capacities: Sequence[int], tail_width: 
 
 def _ragged_tensors(name: str, stored: RaggedLayer, tail_width: int) -> Tensors:
     table = stored.map
-    used = _ragged_used(table.lengths, stored.rows.capacities, tail_width, table.spare_O is not None)
+    used = _ragged_used(table.lengths, stored.rows.capacities, tail_width, table.is_open)
     parts = [stored.rows.owner(owner, slots) for owner, slots in enumerate(used)]
-    optional = {"states": table.states_NX, "slots": table.slots_N, "spare": table.spare_O}
+    optional = {"states": table.states_PX, "spare": table.spare_O}
     return {
         f"{name}.keys": torch.cat([keys for keys, _ in parts]),
         f"{name}.values": torch.cat([values for _, values in parts]),
-        f"{name}.columns": table.columns_N,
-        f"{name}.tokens": table.tokens_N,
+        f"{name}.columns": table.columns_P,
+        f"{name}.tokens": table.tokens_P,
         **{f"{name}.{part}": tensor for part, tensor in optional.items() if tensor is not None},
     }
 
@@ -212,18 +212,18 @@ def _ragged(pool: _Pool, layer: int, facts: Mapping[str, Any], tail_width: int, 
     lengths, capacities, heads = facts["lengths"], facts["capacities"], facts["heads"]
     keys, values = pool.take(f"layer.{layer}.keys", device), pool.take(f"layer.{layer}.values", device)
     columns, tokens = (pool.take(f"layer.{layer}.{part}", device) for part in ("columns", "tokens"))
-    states, slots, spare = (pool.take_if_any(f"layer.{layer}.{part}", device) for part in ("states", "slots", "spare"))
+    states, spare = (pool.take_if_any(f"layer.{layer}.{part}", device) for part in ("states", "spare"))
     fits = len(lengths) == len(capacities) and all(
         n + tail_width <= room for n, room in zip(lengths, capacities, strict=True)
     )
     used = _ragged_used(lengths, capacities, tail_width, spare is not None) if fits else []
     sound = fits and sum(used) == keys.shape[0] == values.shape[0] and columns.dtype == tokens.dtype == torch.int32
-    rows_like = [part for part in (tokens, states, slots) if part is not None]
+    # An open map tells of the dead slot too, even where the buffers have no room for it yet.
+    told = sum(lengths) + (0 if spare is None else len(lengths))
     if (
         not sound
-        or columns.shape != (sum(lengths),)
-        or any(part.shape[0] != columns.shape[0] for part in rows_like)
-        or (spare is None) != (slots is None)
+        or columns.shape != (told,)
+        or any(part.shape[0] != told for part in (tokens, states) if part is not None)
         or (spare is not None and spare.shape != (len(lengths),))
         or len(used) % heads
     ):
@@ -233,9 +233,16 @@ def _ragged(pool: _Pool, layer: int, facts: Mapping[str, Any], tail_width: int, 
         into_keys, into_values = rows.owner(owner, used[owner])
         into_keys.copy_(key)
         into_values.copy_(value)
-    pairs = list(zip(torch.split(columns, lengths), torch.split(tokens, lengths), strict=True))
-    table = RaggedMap.of(pairs, heads, None if states is None else [states])
-    return RaggedLayer(rows=rows, map=replace(table, slots_N=slots, spare_O=spare))
+    table = RaggedMap(
+        columns_P=columns,
+        tokens_P=tokens,
+        lengths_O=torch.tensor(lengths, dtype=torch.int32, device=device),
+        lengths=tuple(lengths),
+        heads=heads,
+        states_PX=states,
+        spare_O=spare,
+    )
+    return RaggedLayer(rows=rows, map=table)
 
 
 def _check_shapes(snapshot: Snapshot) -> None:

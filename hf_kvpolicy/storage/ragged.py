@@ -144,7 +144,7 @@ class RaggedLayer:
 
     def packed(self) -> RaggedLayer:
         """Return the layer with every owner's rows in order and without a dead slot; a copy unless they lie so."""
-        if self.map.slots_N is None:
+        if not self.map.is_open:
             return self
         old, lengths, heads = self.rows, self.map.lengths, self.map.heads
         new = RaggedRows.allocate(old.keys_ND, old.values_ND, [growth_slots(n) for n in lengths], heads)
@@ -155,4 +155,4 @@ class RaggedLayer:
         target_N = first_O[owner_N] + torch.arange(sum(lengths), device=device)
         new.keys_ND.index_copy_(0, target_N, old.keys_ND.index_select(0, source_N))
         new.values_ND.index_copy_(0, target_N, old.values_ND.index_select(0, source_N))
-        return RaggedLayer(rows=new, map=replace(self.map, slots_N=None, spare_O=None))
+        return RaggedLayer(rows=new, map=self.map.ordered())

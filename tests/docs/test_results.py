@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import takewhile
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from hf_kvpolicy.eval.results import summaries_of
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "benchmarks" / "smollm2-135m_cpu_2026-11-30_needle_retention.json"
+SHARED_PREFILL = ROOT / "benchmarks" / "smollm2-135m_cpu_2026-11-30_shared_prefill.json"
 ALLOCATION = ROOT / "benchmarks" / "smollm2-135m_cpu_2026-11-30_needle_allocation_3budgets.json"
 
 
@@ -31,6 +33,15 @@ def test_the_tables_are_those_of_the_records(records: Path) -> None:
 def test_every_cell_of_the_records_was_measured(records: Path) -> None:
     summaries = summaries_of(PackedRun(records))
     assert all(summary.measured and summary.measured.n >= 20 for summary in summaries)
+
+
+def test_the_ratios_of_a_shared_prefill_are_those_of_the_record() -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    measures = json.loads(SHARED_PREFILL.read_text(encoding="utf-8"))["measures"]
+    found = {(each["group"], each["name"].partition(",")[0]): each["value"] for each in measures}
+    for clock in ("wall", "cpu"):
+        above, gain = (found[group, clock] for group in ("shared/parts", "run a cell/shared"))
+        assert f"| {clock} | {above:.2f} | {gain:.2f} |" in page
 
 
 @pytest.mark.parametrize(("budget", "answers"), [(512, 15), (256, 14)])

@@ -49,7 +49,7 @@ class FakeCache(DynamicCache):
         for layer in self.layers:
             if self.keep_rows is not None and layer.keys.shape[2] > self.keep_rows:
                 self.statistics.selections += 1
-                self.statistics.rows_dropped += layer.keys.shape[2] - self.keep_rows
+                self.statistics.rows_dropped += layer.keys.shape[1] * (layer.keys.shape[2] - self.keep_rows)
                 layer.keys = layer.keys[:, :, -self.keep_rows :].clone()
                 layer.values = layer.values[:, :, -self.keep_rows :].clone()
 
@@ -160,6 +160,7 @@ def made_row(
             forwards=3,
             publications=3,
             manifest_sha256="0" * 64,
+            rows_over_time_mean=rows,
         ),
         "timing": TimingRecord(prefill_s=1.0, decode_ms_per_token=10.0),
     }

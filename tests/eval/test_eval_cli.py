@@ -137,14 +137,14 @@ def test_a_missing_folder_is_named_before_a_missing_package(monkeypatch: pytest.
 
 def test_a_shipped_sweep_is_named_without_its_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    code, text = invoke("run", "needle_ci", "--dry-run")
+    code, text = invoke("run", "smoke", "--dry-run")
     assert code == 0, text
-    assert "7 cells" in text
-    code, text = invoke("run", "needl_ci", "--dry-run")
+    assert "32 cells" in text
+    code, text = invoke("run", "smok", "--dry-run")
     assert code == 2
-    assert "Did you mean 'needle_ci'" in " ".join(text.split())
-    (tmp_path / "needle_ci").write_text(yaml.safe_dump(SWEEP))
-    assert "9 cells" in invoke("run", "needle_ci", "--dry-run")[1], "a file of that name wins"
+    assert "Did you mean 'smoke'" in " ".join(text.split())
+    (tmp_path / "smoke").write_text(yaml.safe_dump(SWEEP))
+    assert "9 cells" in invoke("run", "smoke", "--dry-run")[1], "a file of that name wins"
 
 
 def test_a_model_that_cannot_be_loaded_is_one_line(sweep: Path) -> None:

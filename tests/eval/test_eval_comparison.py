@@ -57,7 +57,10 @@ def rows_of(policy: str, budget: int | None, right: int = 20, count: int = 20, *
             i,
             budget=budget,
             output="7" if i < right else "no",
-            example={"id": f"example-{i}", "prompt_tokens": 500, "prompt_sha256": f"p{i}", "truncated": False},
+            example={
+                **{"id": f"example-{i}", "prompt_tokens": 500, "prompt_sha256": f"p{i}", "truncated": False},
+                **{"template_preamble": "", "added_bos_tokens": 0},
+            },
         )
         for i in range(count)
     ]

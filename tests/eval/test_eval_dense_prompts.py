@@ -71,16 +71,17 @@ def test_a_shared_prefill_gives_the_rows_of_own_ones(tmp_path: Path) -> None:
         assert other.timing is not None
         assert other.timing.selection_s is None
     # Contexts are long, questions short: an example has one dense run of the whole prompt and one of the context.
-    assert sum(length > 200 for length in shared_forwards.lengths) == 2 * 2
+    # The canary, which comes first, has one as well.
+    assert sum(length > 200 for length in shared_forwards.lengths) == 1 + 2 * 2
     # What every row is compared with is one more.
-    assert sum(length > 200 for length in own_forwards.lengths) == 2 * 2 * (cells + 1)
+    assert sum(length > 200 for length in own_forwards.lengths) == 2 + 2 * 2 * (cells + 1)
 
 
 def test_a_policy_that_takes_part_in_the_forward_runs_its_own(tmp_path: Path) -> None:
     loaded = tiny_loaded()
     forwards = Counted(loaded.model)
     rows = run(loaded, tmp_path, policies=["pyramidinfer"], budgets=[96], query_aware=True)
-    assert sum(length > 200 for length in forwards.lengths) == 2 * (1 + 1)
+    assert sum(length > 200 for length in forwards.lengths) == 1 + 2 * (1 + 1)
     timings = {row.cell["policy"]: row.timing.selection_s for row in rows if row.timing is not None}
     assert timings["pyramidinfer"] is None
     assert timings["random"] is not None

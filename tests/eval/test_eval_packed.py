@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,22 @@ def test_rows_and_run_come_back(tmp_path: Path) -> None:
     packed = PackedRun(tmp_path / "run.json")
     assert packed.rows() == ROWS
     assert packed.read_run() == RUN
+
+
+def test_examples_that_were_asked_in_several_ways_and_caches_that_were_never_built_come_back(tmp_path: Path) -> None:
+    """An example has one id with its text and without, and other tokens."""
+    declared = {"policy": "snapkv", "budget": 64}
+    rows = [
+        *(made_row("full", index) for index in range(2)),
+        *(
+            replace(row, example={**row.example, "prompt_tokens": 40 + row.example["index"]})
+            for row in (made_row("no_context", index) for index in range(2))
+        ),
+        made_row("snapkv", 0, budget=64, status="failed: x", quality=None, cache=None, timing=None),
+        replace(made_row("snapkv", 1, budget=64), policy=declared),
+    ]
+    write_packed(RUN, rows, tmp_path / "run.json")
+    assert PackedRun(tmp_path / "run.json").rows() == rows
 
 
 def test_the_report_of_a_packed_run_is_that_of_its_folder(tmp_path: Path) -> None:

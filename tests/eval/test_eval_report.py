@@ -172,7 +172,7 @@ def test_report_has_tables_failures_and_a_picture(tmp_path: Path, capsys: pytest
     text = (tmp_path / "report.md").read_text()
     assert "| full | 8 smoke | 1.00 [0.68, 1.00] |" in text
     assert "| snapkv @ 64 | 8 smoke |" in text
-    assert "64.0 (64-64) | 0.128 | 0.062 | 13.1% |" in text
+    assert "64.0 (64-64) | 64.0 | 0.128 | 0.062 | 13.1% |" in text
     assert "| random @ 64 | unmeasured | failed: x | why | needle_single_noise | 512 | seen | 1 |" in text
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert "slack (slots without a row)" in text

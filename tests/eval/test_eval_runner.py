@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from eval_fakes import FakeCache, fake_builder, tiny_loaded
 from hf_kvpolicy.errors import BackendAdmissionError, ConfigError
 from hf_kvpolicy.eval import acting
 from hf_kvpolicy.eval.cells import Cell
+from hf_kvpolicy.eval.engine import EngineBuilder
 from hf_kvpolicy.eval.environment import oversubscription_warning
 from hf_kvpolicy.eval.model_loading import LoadedModel
 from hf_kvpolicy.eval.outcomes import Outcome
@@ -86,18 +88,60 @@ def test_the_run_record_names_model_texts_and_versions(loaded: LoadedModel, tmp_
     assert (tmp_path / "examples" / "needle_single_noise-600-0.jsonl").is_file()
 
 
-def test_a_policy_that_keeps_everything_fails_and_has_no_score(loaded: LoadedModel, tmp_path: Path) -> None:
+@dataclass
+class IdleCache(FakeCache):
+    """Acts on 64 rows but for the ways named in `idle`."""
+
+    idle: tuple[str, ...] = ()
+
+    def finish_prefill(self) -> None:
+        # What is kept stays; what is claimed may differ.
+        self.keep_rows = None if "rows" in self.idle else 64
+        super().finish_prefill()
+        self.statistics.selections = 0 if "selections" in self.idle else 1
+        self.statistics.publications *= "publications" not in self.idle
+
+
+@pytest.mark.parametrize(
+    ("idle", "reason"),
+    [
+        (("publications",), "led to no publication"),
+        (("selections",), "no selection at all"),
+        (("rows",), "rows of the prompt are still stored"),
+        (("rows", "selections"), "no selection at all"),
+        (("rows", "selections", "publications"), "led to no publication"),
+    ],
+)
+def test_a_policy_that_did_not_act_fails_and_has_no_score(
+    loaded: LoadedModel, tmp_path: Path, idle: tuple[str, ...], reason: str
+) -> None:
     def build(cell: Cell) -> FakeCache:
-        return FakeCache(keep_rows=None if cell.policy == "snapkv" else 64)
+        return IdleCache(idle=idle) if cell.policy == "snapkv" else fake_builder(cell)
 
     outcome, rows = run(loaded, tmp_path, build)
     (failed,) = rows_of(rows, "snapkv")
     assert failed.status == "failed: policy did not act"
+    assert reason in str(failed.reason)
     assert failed.quality is None
     assert failed.cache is not None
     assert failed.outcome == "unmeasured"
-    assert "no selection" in str(failed.reason)
     assert outcome.failed == 1
+    assert {row.status for row in rows_of(rows, "random")} == {"ok"}
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o", "adakv", "fastgen"])
+def test_a_policy_of_the_engine_that_selects_nothing_fails(loaded: LoadedModel, tmp_path: Path, policy: str) -> None:
+    """The full cache under another policy's name, whether that has a budget or none."""
+    build = EngineBuilder(loaded.model, loaded.tokenizer)
+
+    def swapped(cell: Cell) -> Any:
+        return build(replace(cell, policy="full", budget=None, options={}))
+
+    budgets = [] if policy == "fastgen" else [64]
+    _, rows = run(loaded, tmp_path, swapped, policies=[{"name": policy, "budgets": budgets}], include_random=False)
+    (failed,) = rows_of(rows, policy)
+    assert failed.status == "failed: policy did not act"
+    assert {row.status for row in rows_of(rows, "full")} == {"ok"}
 
 
 def test_a_policy_that_keeps_more_than_its_budget_fails(loaded: LoadedModel, tmp_path: Path) -> None:
@@ -244,6 +288,7 @@ def test_rows_of_another_environment_are_not_mixed_unless_asked(loaded: LoadedMo
 def test_progress_is_a_line_an_example_and_one_a_cell(loaded: LoadedModel, tmp_path: Path) -> None:
     said: list[str] = []
     run_sweep(config(), loaded, RunDirectory(tmp_path), fake_builder, say=said.append)
+    assert said.pop(0).startswith("warning: Canary")
     assert [line.partition(", about")[0] for line in said[:2]] == [
         "needle_single_noise 600 tokens: example 1 of 2",
         "needle_single_noise 600 tokens: example 2 of 2",

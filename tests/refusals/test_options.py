@@ -108,6 +108,22 @@ def test_unknown_values(case: tuple[str, dict[str, Any]]) -> None:
         make(name, tiny("llama").config, **options)
 
 
+@pytest.mark.parametrize("name", [n for n in NAMES if "on_append" in policy_options(n)])
+def test_a_later_prompt_is_kept_whole_or_that_is_refused(name: str) -> None:
+    if name == "fastgen":
+        pytest.skip("append keeps what was chosen for each head, and its limits")
+    model = tiny("llama")
+    try:
+        cache = make(name, model, on_append="append")
+    except kv.ManifestError as error:
+        assert "the budget holds after every step" in str(error)  # noqa: PT017
+        return
+    forward(model, prompt(40), cache)
+    before = [cache.stored_rows(layer) for layer in range(cache.num_layers)]
+    forward(model, prompt(5), cache)
+    assert all((cache.stored_rows(layer) == rows + 5).all() for layer, rows in enumerate(before))
+
+
 WRONG_TYPES: dict[str, list[Any]] = {
     "int": ["8", 8.0, float("nan"), None, True, [8]],
     "float": ["0.5", float("nan"), float("inf"), None, True, [0.5]],

@@ -11,6 +11,7 @@ of one owner, N rows, P slots of all owners.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +21,7 @@ from ...contract import Phase, Transaction
 from ...evidence import reduce_group
 from ...frame import LayerStep
 from ...masks import MaskRecord
-from ...storage import RaggedLayer, RaggedMap, stored_tensors
-from ..decide import tensor_bytes
+from ...storage import RaggedLayer, RaggedMap
 from ..inputs import ForwardInputs
 from ..snapshot import Snapshot
 from .attend_one import attend_one
@@ -47,9 +47,8 @@ class RaggedDecodeStep(RaggedForward):
     ) -> None:
         super().__init__(runtime, snapshot, inputs, transaction)
         self.budget_rows = budget
-        # Per layer, of every owner's first n + 1 slots: attention by query head [G, ...], and (as rows ascend) which
-        # rows were seen.
-        self._received: dict[int, Tensor] = {}
+        # Per layer, of every owner's first n + 1 slots: attention by query head, in parts, and which were seen.
+        self._received: dict[int, list[Tensor]] = {}
         self._seen: dict[int, Tensor | None] = {}
 
     def append(self, layer: int, keys_BHTD: Tensor, values_BHTD: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,12 +66,12 @@ class RaggedDecodeStep(RaggedForward):
     ) -> Tensor:
         """Attend over every owner's own rows; output and evidence share one softmax. [B, 1, Q, D]."""
         base = self.base(step.layer)
-        shown = self._shown(base, record)
-        view, masks = self.buffers[step.layer].view(base, 1), None if shown is None else _by_slot(shown, base)
+        view, shown = self.buffers[step.layer].view(base, 1), self._shown(base, record)
+        masks = None if shown is None else [mask[None] for mask in shown]
         output, parts = attend_one(query, view, masks, self.scaling, self.weighting)
-        with stored_tensors():
-            self._received[step.layer] = torch.cat([_by_query_head(part.detach()) for part in parts], dim=1)
-            self._seen[step.layer] = None if shown is None else torch.cat(shown)
+        # What is done after the last layer, for all at once, does not find its code and data gone from the caches.
+        self._received[step.layer] = [part.detach() for part in parts]
+        self._seen[step.layer] = None if shown is None else torch.cat(shown)
         return output
 
     def attended(self, layer: int, query_BQTD: Tensor, step: LayerStep, record: MaskRecord, scaling: float) -> None:
@@ -84,7 +83,7 @@ class RaggedDecodeStep(RaggedForward):
     def successor(self) -> Snapshot:
         """Return the snapshot in which every owner has taken the new row and dropped at most one."""
         layers, frontier, old = range(self.runtime.geometry.num_layers), self.inputs.frontier_after, self.snapshot
-        self.note_transient(tensor_bytes(*self._received.values()))
+        self.note_transient(sum(part.nbytes for parts in self._received.values() for part in parts))
         replaced = self._replaced()
         # A batch row whose first token comes in decode holds a prompt of one token.
         profiled = zip(old.profile_tokens, frontier.tokens, strict=True)
@@ -101,17 +100,17 @@ class RaggedDecodeStep(RaggedForward):
         )
 
     def _shown(self, base: RaggedMap, record: MaskRecord) -> list[Tensor] | None:
-        """Return per owner which of its rows, the new one last, the query sees, bool [n + 1]; None where all do."""
+        """Return per owner which of its first n + 1 slots the query sees, bool [n + 1]; None where it sees all."""
         masks = self._masks(record).masks(base)
         if masks is None:
             return None
-        device = base.columns_N.device
-        found = []
-        for mask, rows in zip(masks, base.lengths, strict=True):
-            seen = torch.ones(rows + 1, dtype=torch.bool, device=device) if mask is None else mask[0].clone()
+        slots, found = torch.split(base.slots(), list(base.lengths)), []
+        for owner, mask in enumerate(masks):
             # A token sees itself; a pad too, so that its output is finite.
-            seen[-1] = True
-            found.append(seen)
+            shown = torch.ones(base.lengths[owner] + 1, dtype=torch.bool, device=base.device)
+            if mask is not None:
+                shown[slots[owner]] = mask[0, :-1]
+            found.append(shown)
         return found
 
     def _replaced(self) -> Replaced:
@@ -126,43 +125,33 @@ class RaggedDecodeStep(RaggedForward):
         }
         limits = [(terms[f, row], self.budget_rows[row], self.inputs.new_tokens[row] > 0) for f, row in owners]
         new = self.new_map()
-        received_GP = torch.cat([self._received[i].to(device) for i in range(layers)], dim=1)
-        # Query heads of a group lie on axis 2; once for all layers, because a call costs more than its sums.
-        received_P = reduce_group(received_GP[None, None], policy.group)[0, 0]
-        seen = [self._seen[i] for i in range(layers)]
+        parts = [part.to(device) for i in range(layers) for part in self._received[i]]
         return replace_rows(
             [self.base(i) for i in range(layers)],
             NewRows(
                 columns_B=new.columns_BMW[:, 0, 0],
                 tokens_B=new.tokens_BMW[:, 0, 0],
                 kinds_BF=frontier.kinds_BF.to(device),
-                received_P=received_P,
-                seen_P=_seen_everywhere(seen, [self._received[i].shape[1] for i in range(layers)], device),
+                received_P=_reduced(parts, policy.group),
+                seen_P=self._seen_everywhere(device),
             ),
             OwnerLimits.of(limits, device),
             sinks=policy.sinks,
             protect=policy.protect,
         )
 
-
-def _by_query_head(attention_BSG1N: Tensor) -> Tensor:
-    """Return attention as [G, B * S * N], owner after owner."""
-    return attention_BSG1N.flatten(0, 1).squeeze(2).transpose(0, 1).flatten(1)
-
-
-def _by_slot(shown: list[Tensor], base: RaggedMap) -> list[Tensor | None]:
-    """Return masks [1, n + 1] in slot order: rows ascend in the map, but lie anywhere in their slots."""
-    slots, spare, found = torch.split(base.slots(), list(base.lengths)), base.next_slots_O, list[Tensor | None]()
-    for owner, seen in enumerate(shown):
-        mask = torch.empty_like(seen)
-        mask[slots[owner]], mask[spare[owner]] = seen[:-1], seen[-1]
-        found.append(mask[None])
-    return found
+    def _seen_everywhere(self, device: torch.device) -> Tensor | None:
+        """Return which slots of all layers were seen; None where all were."""
+        if all(part is None for part in self._seen.values()):
+            return None
+        found = []
+        for layer, parts in sorted(self._received.items()):
+            seen = self._seen[layer]
+            found += [torch.ones(part[:, :, 0].numel(), dtype=torch.bool) for part in parts] if seen is None else [seen]
+        return torch.cat([part.to(device) for part in found])
 
 
-def _seen_everywhere(seen: list[Tensor | None], slots: list[int], device: torch.device) -> Tensor | None:
-    """Return which rows were seen in all layers; a layer without a mask saw all of its `slots`."""
-    if all(part is None for part in seen):
-        return None
-    pairs = zip(seen, slots, strict=True)
-    return torch.cat([torch.ones(n, dtype=torch.bool, device=device) if s is None else s.to(device) for s, n in pairs])
+def _reduced(parts: list[Tensor], group: str) -> Tensor:
+    """Return what slots received from attention [B, S, G, 1, n] of owner after owner; parts of one shape at once."""
+    runs = [torch.stack([*run]).flatten(0, 1) for _, run in groupby(parts, key=lambda part: part.shape)]
+    return torch.cat([reduce_group(run, group).flatten() for run in runs])

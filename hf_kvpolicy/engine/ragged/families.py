@@ -153,7 +153,8 @@ class FamilyDecider(OwnerDecider):
         if seen is not None and not layer:
             self._open_profiles(seen)
         base, states = candidates.base, list[Tensor]()
-        carried = None if base.states_NX is None else torch.split(base.states_NX, list(base.lengths))
+        held = base.ordered().states_PX
+        carried = None if held is None else torch.split(held, list(base.lengths))
         for number, table in enumerate(candidates.maps()):
             row, head = divmod(number, self._heads)
             evidence = self._evidence(row)

@@ -1,7 +1,9 @@
 """Every owner takes one row and drops at most one: the decision for all owners of all layers at once.
 
-Letters: P rows of all owners, each owner's new one last; M rows that stay; O owners of all layers; B batch rows, F
-columns ever fed, X state channels.
+A row that dies becomes the spare slot and nothing else moves: the maps stay in the order of slots (`RaggedMap.opened`).
+
+Letters: P slots of all owners, the spare one filled; O owners of all layers; B batch rows, F columns ever fed, X state
+channels.
 """
 
 from __future__ import annotations
@@ -29,9 +31,8 @@ class NewRows:
     columns_B: Tensor
     tokens_B: Tensor
     kinds_BF: Tensor
-    # By slot: attention received in each owner's first n + 1 slots.
+    # By slot, in each owner's first n + 1: attention received, and whether the query saw it (None where it saw all).
     received_P: Tensor
-    # By row: whether the query saw it; None where it saw all.
     seen_P: Tensor | None
 
 
@@ -79,15 +80,15 @@ class Replaced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Joined:
-    """All owners' rows with the new ones, ascending by token, owner after owner."""
+class _Filled:
+    """All owners' slots with the new rows in them: a copy, so that what is published stays."""
 
     columns_P: Tensor
     tokens_P: Tensor
-    slots_P: Tensor
     states_PX: Tensor
     owner_P: Tensor
-    counts_O: Tensor
+    spare_O: Tensor
+    slot_counts_O: Tensor
     starts_O: Tensor
 
 
@@ -101,102 +102,107 @@ def replace_rows(
     Raises:
         SelectionError: a score is not finite; the model's activations are broken.
     """
-    heads, per_layer = maps[0].heads, len(maps[0].lengths)
-    row_O = torch.arange(per_layer, device=new.columns_B.device).repeat(len(maps)) // heads
-    joined = _join(maps, new, limits, row_O)
-    row_P = row_O.index_select(0, joined.owner_P)
-    kinds_P = new.kinds_BF.flatten().index_select(0, row_P * new.kinds_BF.shape[1] + joined.columns_P)
+    maps = [part.opened() for part in maps]
+    row_O = torch.arange(len(maps[0].lengths), device=new.columns_B.device).repeat(len(maps)) // maps[0].heads
+    filled = _fill(maps, new, limits, row_O)
+    owner_P, owners = filled.owner_P, row_O.shape[0]
+    kinds_P = _kinds(new.kinds_BF, filled.columns_P, owner_P, row_O)
     classes_P = row_classes(
-        joined.tokens_P,
+        filled.tokens_P,
         kinds_P == SPECIAL_TOKEN,
         kinds_P == PUNCTUATION_TOKEN,
         sinks=sinks,
         protect=protect,
-        newest_from=limits.newest_from_O.index_select(0, joined.owner_P),
-        keeps_punctuation=limits.keeps_punctuation_O.index_select(0, joined.owner_P),
+        newest_from=limits.newest_from_O.int().index_select(0, owner_P),
+        keeps_punctuation=limits.keeps_punctuation_O.index_select(0, owner_P),
     )
-    scores_P = MeanAttention().scores(joined.states_PX, joined.tokens_P)
-    ranks_P = class_ranks(scores_P, classes_P, joined.tokens_P)
-    owners = row_O.shape[0]
-    open_O = torch.zeros(owners, dtype=torch.int64, device=row_O.device)
-    open_O.index_add_(0, joined.owner_P, (classes_P == OPEN).long())
-    drops_O = (open_O > limits.quota_O) | (joined.counts_O > limits.most_O)
-    victim_O = weakest_rows(classes_P, ranks_P, joined.owner_P, owners)
+    scores_P = MeanAttention().scores(filled.states_PX, filled.tokens_P)
+    ranks_P = class_ranks(scores_P, classes_P, filled.tokens_P)
+    # Open rows up to and with each slot: an owner's are the difference between its ends.
+    open_P = (classes_P == OPEN).cumsum(0)
+    open_O = open_P.index_select(0, filled.starts_O + filled.slot_counts_O - 1).diff(prepend=open_P.new_zeros(1))
+    drops_O = (open_O > limits.quota_O) | (filled.slot_counts_O > limits.most_O)
+    victim_O = weakest_rows(classes_P, ranks_P, filled.tokens_P, owner_P, owners) - filled.starts_O
     if not limits.all_bring:
         drops_O = drops_O | ~limits.brings_O
-        victim_O = torch.where(limits.brings_O, victim_O, joined.starts_O + joined.counts_O - 1)
-    # The one question to the device: which owners drop a row, and whether all scores are numbers.
-    *drops, finite = torch.cat([drops_O, torch.isfinite(scores_P).all()[None]]).tolist()
+        victim_O = torch.where(limits.brings_O, victim_O, filled.spare_O)
+    # Asked of the device once: which owners drop a row, and whether all scores are numbers.
+    *drops, finite = torch.cat([drops_O, torch.isfinite(scores_P.sum())[None]]).tolist()
     check_finite([torch.tensor(finite)])
     # A pad that leaves is no loss.
     lost = any(gone for gone, brings in zip(drops, limits.brings, strict=True) if brings)
-    return Replaced(maps=_without(maps, joined, victim_O, drops_O, drops), drops_rows=lost)
+    return Replaced(maps=_maps(maps, filled, victim_O, drops_O, drops), drops_rows=lost)
 
 
-def _join(maps: Sequence[RaggedMap], new: NewRows, limits: OwnerLimits, row_O: Tensor) -> _Joined:
-    """Put every owner's new row behind its own, and add what the query gave to each."""
-    device, lengths = row_O.device, [rows for part in maps for rows in part.lengths]
-    owners, held = len(lengths), sum(lengths)
-    counts_O = torch.cat([part.lengths_O for part in maps]).long() + 1
-    starts_O = counts_O.cumsum(0) - counts_O
-    owner_P = torch.repeat_interleave(counts_O, output_size=held + owners)
-    place_P = torch.arange(held + owners, device=device)
-    is_new_P = place_P == (starts_O + counts_O - 1).index_select(0, owner_P)
-    source_P = torch.where(is_new_P, held + owner_P, place_P - owner_P)
-
-    def joined(old: list[Tensor], fresh_O: Tensor) -> Tensor:
-        return torch.cat([*old, fresh_O]).index_select(0, source_P)
-
-    carried = [part.states_NX for part in maps if part.states_NX is not None]
-    slots_P = joined([part.slots() for part in maps], torch.cat([part.next_slots_O for part in maps]).long())
-    states_PX = joined(carried, torch.zeros(owners, carried[0].shape[1], device=device))
-    received_P = new.received_P.index_select(0, starts_O.index_select(0, owner_P) + slots_P)
-    seen_P = torch.ones_like(received_P) if new.seen_P is None else new.seen_P.to(received_P.dtype)
-    added_PX = torch.stack([received_P, seen_P], dim=1)
+def _fill(maps: Sequence[RaggedMap], new: NewRows, limits: OwnerLimits, row_O: Tensor) -> _Filled:
+    """Put every owner's new row into its spare slot, and add what the query gave to each row."""
+    slot_counts_O = torch.cat([part.lengths_O for part in maps]).long() + 1
+    spare_O = torch.cat([part.next_slots_O for part in maps]).long()
+    starts_O = slot_counts_O.cumsum(0) - slot_counts_O
+    owner_P = torch.repeat_interleave(slot_counts_O, output_size=sum(sum(part.slot_counts) for part in maps))
+    columns_P = torch.cat([part.columns_P for part in maps])
+    tokens_P = torch.cat([part.tokens_P for part in maps])
+    states_PX = torch.cat([part.states_PX for part in maps if part.states_PX is not None])
+    at_O = starts_O + spare_O
+    columns_P.index_copy_(0, at_O, new.columns_B[row_O])
+    tokens_P.index_copy_(0, at_O, new.tokens_B[row_O])
+    states_PX.index_fill_(0, at_O, 0.0)
+    received_P, seen_P = new.received_P, new.seen_P
     if not limits.all_bring:
-        added_PX = added_PX.masked_fill_(~limits.brings_O[owner_P][:, None], 0.0)
-    return _Joined(
-        columns_P=joined([part.columns_N for part in maps], new.columns_B[row_O]),
-        tokens_P=joined([part.tokens_N for part in maps], new.tokens_B[row_O]),
-        slots_P=slots_P,
-        states_PX=states_PX.add_(added_PX),
+        brings_P = limits.brings_O.index_select(0, owner_P)
+        received_P = received_P * brings_P
+        seen_P = brings_P if seen_P is None else seen_P & brings_P
+    states_PX[:, 0] += received_P
+    states_PX[:, 1] += 1 if seen_P is None else seen_P
+    return _Filled(
+        columns_P=columns_P,
+        tokens_P=tokens_P,
+        states_PX=states_PX,
         owner_P=owner_P,
-        counts_O=counts_O,
+        spare_O=spare_O,
+        slot_counts_O=slot_counts_O,
         starts_O=starts_O,
     )
 
 
-def _without(
-    maps: Sequence[RaggedMap], joined: _Joined, victim_O: Tensor, drops_O: Tensor, drops: Sequence[bool]
+def _kinds(kinds_BF: Tensor, columns_P: Tensor, owner_P: Tensor, row_O: Tensor) -> Tensor:
+    """Return the kind of every slot's token."""
+    if kinds_BF.shape[0] == 1:
+        return kinds_BF[0].index_select(0, columns_P)
+    return kinds_BF.flatten().index_select(0, (row_O * kinds_BF.shape[1]).index_select(0, owner_P) + columns_P)
+
+
+def _maps(
+    maps: Sequence[RaggedMap], filled: _Filled, victim_O: Tensor, drops_O: Tensor, drops: Sequence[bool]
 ) -> tuple[RaggedMap, ...]:
-    """Return the maps of the rows that stay, as windows on tensors of all layers."""
-    lengths = [rows + 1 for part in maps for rows in part.lengths]
-    lengths = [rows - gone for rows, gone in zip(lengths, drops, strict=True)]
-    total, device = sum(lengths), victim_O.device
-    counts_O = joined.counts_O - drops_O.long()
-    owner_M = torch.repeat_interleave(counts_O, output_size=total)
-    place_M = torch.arange(total, device=device) + (joined.starts_O - (counts_O.cumsum(0) - counts_O)).index_select(
-        0, owner_M
-    )
-    # An owner that drops nothing has its victim behind all rows.
-    behind_O = torch.where(drops_O, victim_O, joined.slots_P.shape[0])
-    place_M += place_M >= behind_O.index_select(0, owner_M)
-    spare_O = torch.where(drops_O, joined.slots_P[victim_O], joined.counts_O).int()
+    """Return the open maps after the step, as windows on tensors of all layers."""
+    flat: tuple[Tensor, ...] = (filled.columns_P, filled.tokens_P, filled.states_PX)
+    grows_O = (~drops_O).long()
+    counts_O = filled.slot_counts_O + grows_O
+    if not all(drops):
+        # An owner that keeps all its rows gets a dead slot behind them.
+        total = flat[0].shape[0] + drops.count(False)
+        owner_P = torch.repeat_interleave(counts_O, output_size=total)
+        behind_O = grows_O.cumsum(0) - grows_O
+        source_P = torch.arange(total, device=owner_P.device) - behind_O.index_select(0, owner_P)
+        source_P.clamp_(max=flat[0].shape[0] - 1)
+        flat = tuple(part.index_select(0, source_P) for part in flat)
+    spare_O = torch.where(drops_O, victim_O, filled.slot_counts_O).int()
+    old = [rows for part in maps for rows in part.lengths]
+    rows = [n + 1 - gone for n, gone in zip(old, drops, strict=True)]
     per_layer = len(maps[0].lengths)
-    by_layer = [tuple(lengths[i : i + per_layer]) for i in range(0, len(lengths), per_layer)]
-    sizes = [sum(part) for part in by_layer]
-    flat = (joined.columns_P, joined.tokens_P, joined.states_PX, joined.slots_P.int())
-    columns, tokens, states, slots = (torch.split(part.index_select(0, place_M), sizes) for part in flat)
-    counts, spare = torch.split(counts_O.int(), per_layer), torch.split(spare_O, per_layer)
+    by_layer = [tuple(rows[i : i + per_layer]) for i in range(0, len(rows), per_layer)]
+    sizes = [sum(part) + per_layer for part in by_layer]
+    columns, tokens, states = (torch.split(part, sizes) for part in flat)
+    counts, spare = torch.split((counts_O - 1).int(), per_layer), torch.split(spare_O, per_layer)
     return tuple(
         RaggedMap(
-            columns_N=columns[i],
-            tokens_N=tokens[i],
+            columns_P=columns[i],
+            tokens_P=tokens[i],
             lengths_O=counts[i],
             lengths=part,
             heads=maps[0].heads,
-            states_NX=states[i],
-            slots_N=slots[i],
+            states_PX=states[i],
             spare_O=spare[i],
         )
         for i, part in enumerate(by_layer)

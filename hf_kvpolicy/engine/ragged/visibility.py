@@ -73,7 +73,7 @@ class RaggedVisibility:
 
     def _base_masks(self, base: RaggedMap) -> list[Tensor | None]:
         """Evaluate the rule once over the rows of all owners of the layer."""
-        columns_N = base.columns_N.long()
+        columns_N = base.ordered().columns_P.long()
         rows = base.batch_size
         per_row = [sum(base.lengths[b * base.heads : (b + 1) * base.heads]) for b in range(rows)]
         queries = [self._queries] * rows if self._queries.shape[0] == 1 else list(torch.split(self._queries, 1))

@@ -6,7 +6,8 @@ Keys keep the rotation of their original positions; this is a window put on a mo
 the window of a local-attention architecture. The new token attends to the W published rows and itself.
 
 Deviations: none; chunked prefill ends in the same set as one prompt.
-Not supported: cache-local positions (`streaming_llm` with sinks=0 has them).
+Not supported: cache-local positions (`streaming_llm` with sinks=0 has them); `on_append="append"` (the budget holds
+after every step).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from ...evidence import Recency
 from ...registry import register_policy
-from ..base import BudgetLike, ModelOrConfig, PolicyCache, compose
+from ..base import BudgetLike, ModelOrConfig, PolicyCache, bounded_only, compose
 
 __all__ = ["SlidingWindowCache"]
 
@@ -53,7 +54,7 @@ class SlidingWindowCache(PolicyCache):
             "unit": unit,
             "group": group,
             "protect": protect,
-            "on_append": on_append,
+            "on_append": bounded_only(on_append, "sliding_window"),
             "chunked_prefill": chunked_prefill,
             "variant": variant,
             "fallback": fallback,

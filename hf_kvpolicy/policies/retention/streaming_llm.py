@@ -8,7 +8,8 @@ are re-rotated towards the query each step, recent keys keep their mutual distan
 
 Deviations: eviction happens after attention, so a query attends to at most budget + 1 rows, itself included (as in the
 official perplexity loop). A prompt longer than the budget is attended in full once; the paper's demo makes room first.
-Not supported: `cache_local` on models whose rotation depends on the length (dynamic, longrope), or without rotation.
+Not supported: `cache_local` on models whose rotation depends on the length (dynamic, longrope), or without rotation;
+`on_append="append"` (the budget holds after every step).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from ...evidence import Recency
 from ...registry import register_policy
-from ..base import BudgetLike, ModelOrConfig, PolicyCache, compose
+from ..base import BudgetLike, ModelOrConfig, PolicyCache, bounded_only, compose
 
 __all__ = ["StreamingLLMCache"]
 
@@ -60,7 +61,7 @@ class StreamingLLMCache(PolicyCache):
             "unit": unit,
             "group": group,
             "protect": protect,
-            "on_append": on_append,
+            "on_append": bounded_only(on_append, "streaming_llm"),
             "chunked_prefill": chunked_prefill,
             "variant": variant,
             "fallback": fallback,

@@ -1,0 +1,1 @@
+"""What both sides of the comparison with kvpress read. Neither library is imported here."""
