@@ -62,7 +62,7 @@ def trial_of(
     cache = kv.make_cache(contender.policy, loaded.model, budget=contender.rows, **contender.options)
     compressed = dense.prefill(context, cache)
     use = measure(compressed.cache)
-    held = [compressed.cache.positions(layer) for layer in range(compressed.cache.num_layers)]
+    held = [compressed.cache.positions(layer) for layer in compressed.cache.policy_layers]
     asked = prefill(loaded.model, [question], compressed.cache, next_logits=compressed.next_logits)
     score = score_answer(loaded.model, fork(asked), encoded.answer_ids)
     answer = greedy_decode(loaded.model, asked, MAX_NEW_TOKENS, stop_ids)
