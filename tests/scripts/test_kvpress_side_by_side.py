@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +14,15 @@ pytest.importorskip("evaluate")
 
 from helpers import tiny
 from kvpress_lib.contenders import FULL, PYRAMID_BETA, PYRAMID_WINDOW, Press, contenders, contenders_at, pyramid_beta
-from kvpress_lib.report import cell_of, options_table, result_table
+from kvpress_lib.report import cell_of, options_table, report_lines, result_table
 from kvpress_lib.rows import find_rows, mask_without, overlap, storage_bytes
 from script_lib.needle_rows import kept_mask
 
 import hf_kvpolicy as kv
 from hf_kvpolicy.allocation import pyramid_targets
 from hf_kvpolicy.compat import cache_argument
+
+RECORD = Path(__file__).parents[2] / "benchmarks" / "smollm2-135m_cpu_2026-11-30_kvpress.json"
 
 
 def seeded(*shape: int) -> torch.Tensor:
@@ -149,3 +153,9 @@ def test_pairs_that_were_asked_alike_share_a_line() -> None:
     names = [row[0] for row in options_table(cells).rows]
     assert "snapkv @ 256, snapkv @ 128" in names
     assert "pyramidkv @ 128" in names, "its beta depends on the budget"
+
+
+def test_the_tables_of_the_page_are_those_of_the_record() -> None:
+    page = (RECORD.parents[1] / "docs" / "results.md").read_text(encoding="utf-8")
+    for table in "\n".join(report_lines(json.loads(RECORD.read_text())["cells"])).split("\n\n"):
+        assert table in page, "paste the lines of this table into the page"
