@@ -235,15 +235,20 @@ class PolicyCache(Cache):  # type: ignore[misc]
         self._check_index(layer, batch)
         return positions_of(self._runtime, layer, batch)
 
+    def source_spans(self, layer: int, batch: int = 0) -> list[Tensor]:
+        """Return, per KV head, the first and last token position behind each row of `positions`, int64 [n, 2]."""
+        # No policy merges tokens yet: a row merged across layers stands for its own token in both of them.
+        return [tokens[:, None].expand(-1, 2).clone() for tokens in self.positions(layer, batch)]
+
     def stored_rows(self, layer: int) -> Tensor:
-        """Return how many rows each owner of a layer holds, int64 [B, H_kv] (H_q columns for owner='query_head')."""
+        """Return how many rows each owner of a layer has, int64 [B, H_kv] (H_q columns for owner='query_head')."""
         self._check_index(layer, 0)
         return torch.tensor(self._runtime.snapshot.owner_rows(layer, self.composition.stored_heads(self._geometry)))
 
     def stored_view(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
         """Return (keys, values) of a layer's published slots, dead ones included; None before any.
 
-        Dense storage gives [B, S, W, D], ragged storage the flat slots [N, D].
+        Dense storage gives [B, S, W, D] (of a merged pair, what it restores), ragged storage the flat slots [N, D].
         """
         return self._runtime.snapshot.view(layer)
 

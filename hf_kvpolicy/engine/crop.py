@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..representation import RowRepresentation
+from .published import Waiting
 from .snapshot import Frontier, Snapshot
 
-__all__ = ["cropped"]
+__all__ = ["accepted_of", "cropped"]
+
+
+def accepted_of(waiting: Waiting, rejected: int, representation: RowRepresentation) -> Snapshot:
+    """Return what a finished forward leaves once its last `rejected` tokens are rejected and the others accepted."""
+    accepted = cropped(waiting.snapshot, rejected)
+    if not accepted.pending:
+        return accepted
+    # Not imported where rows stay as they are.
+    from .merged import merge_pending
+
+    return merge_pending(representation, accepted, waiting.length - rejected)
 
 
 def cropped(snapshot: Snapshot, removed: int) -> Snapshot:
@@ -22,6 +35,8 @@ def cropped(snapshot: Snapshot, removed: int) -> Snapshot:
         return Snapshot(generations=snapshot.generations, frontier=Frontier(), budget_rows=None)
     lost = [a - b for a, b in zip(snapshot.frontier.tokens, frontier.tokens, strict=True)]
     tail, maps, ragged = snapshot.tail, snapshot.maps, snapshot.ragged
+    # Where layers are merged nothing ever leaves: a column is a slot. What waits is not merged yet.
+    pairs = snapshot.pairs if snapshot.pending else tuple(pair.first(frontier.columns) for pair in snapshot.pairs)
     from_tail = 0 if tail is None else min(removed, tail.width)
     if tail is not None and from_tail:
         tail = tail.first(tail.width - from_tail)
@@ -37,6 +52,7 @@ def cropped(snapshot: Snapshot, removed: int) -> Snapshot:
         frontier=frontier,
         maps=maps,
         ragged=ragged,
+        pairs=pairs,
         tail=tail,
         scores_LBSWX=scores,
         counts=tuple(count - gone for count, gone in zip(snapshot.counts, lost, strict=True))

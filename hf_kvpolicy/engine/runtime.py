@@ -16,7 +16,7 @@ from ..geometry import CacheGeometry
 from ..positions import RotarySpec
 from ..storage import stored_tensors
 from .composition import Composition
-from .crop import cropped
+from .crop import accepted_of, cropped
 from .deferred import absorb_held, decide_appended, laid_behind
 from .exclusive import SUPERSEDED, Exclusive, exclusive
 from .inputs import read_inputs
@@ -177,7 +177,7 @@ class Runtime(Exclusive):
                 f"{rejected} tokens of a waiting prompt were rejected, but its queries are held for only "
                 f"{MAX_ROLLBACK_TOKENS} tokens beyond the window. Reject fewer, or feed the prompt before recording."
             )
-        accepted = cropped(waiting.snapshot, rejected)
+        accepted = accepted_of(waiting, rejected, policy.representation)
         keep_open = policy.chunked_prefill == "hold" and not by_crop and not policy.is_positional
         if is_prompt and keep_open:
             if policy.carries_scores and policy.families is None:
@@ -213,7 +213,7 @@ class Runtime(Exclusive):
                 self._refuse_scored(removed)
             if left < self.snapshot.evicted_at_column:
                 raise StaleGenerationError(
-                    f"crop(-{removed}) goes back to column {left}, but rows were dropped for good at column "
+                    f"crop(-{removed}) goes back to column {left}, but rows were dropped or merged for good at column "
                     f"{self.snapshot.evicted_at_column}. {self.composition.before_taking_back}"
                 )
             if removed > waiting:

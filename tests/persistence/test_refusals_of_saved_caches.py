@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import forward, prompt, tiny
+from helpers import forward, has_budget, prompt, small_options, tiny
 from safetensors.torch import load_file, save_file
 
 import hf_kvpolicy as kv
@@ -174,10 +174,10 @@ def test_the_same_weights_elsewhere(saved: Any, tmp_path: Path) -> None:
     assert loaded.manifest == cache.manifest
 
 
-@pytest.mark.parametrize("name", ["full", "snapkv", "streaming_llm"])
+@pytest.mark.parametrize("name", ["full", "snapkv", "streaming_llm", "minicache"])
 def test_waiting_tokens_are_not_accepted_by_saving(name: str, tmp_path: Path) -> None:
     model = tiny("llama")
-    cache = kv.make_cache(name, model, **({} if name == "full" else {"budget": 40}))
+    cache = kv.make_cache(name, model, **(small_options(name) | ({"budget": 40} if has_budget(name) else {})))
     forward(model, prompt(9, 1), cache)
     cache.activate_past_recording()
     forward(model, prompt(3, 2), cache)
