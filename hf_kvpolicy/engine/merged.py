@@ -23,7 +23,7 @@ from ..errors import IntegrityError
 from ..frame import LayerStep
 from ..masks import MaskRecord
 from ..representation import DepthPairs, RowRepresentation
-from ..representation.slerp import merge_rows
+from ..representation.slerp import merge_block_rows, merge_rows, merge_workspace_bytes
 from ..storage import DenseRows, RowMap, growth_slots, stored_tensors
 from ..storage.merged import MergedPair, MergedTensor
 from .append import AppendStep
@@ -33,7 +33,7 @@ from .snapshot import Snapshot
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-__all__ = ["MergedStep", "merge_pending"]
+__all__ = ["MergedStep", "depth_pairs", "merge_pending"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,12 +77,15 @@ class MergedStep(AppendStep):
             super().attended(layer, query_BQTD, step, record, scaling)
             return
         lower, deeper = self._rule.pairs[index]
+        workspace_bytes = 0
         if layer == deeper:
             with stored_tensors():
                 self._take_in(index, self._new[lower], self._new[deeper])
+            workspace_bytes = merge_workspace_bytes(self._new[lower].keys_BHTD)
         brought = [rows for new in self._new.values() for rows in (new.keys_BHTD, new.values_BHTD)]
         attended = [step.keys, step.values] if self.snapshot.width else []
-        self.note_transient(sum(rows.numel() * rows.element_size() for rows in (*brought, *attended)))
+        held_bytes = sum(rows.numel() * rows.element_size() for rows in (*brought, *attended))
+        self.note_transient(held_bytes + workspace_bytes)
         if layer == deeper:
             del self._new[lower], self._new[deeper]
         self.transaction.enter_through(layer, Phase.PACK)
@@ -107,7 +110,7 @@ class MergedStep(AppendStep):
         after = super().successor()
         if self.runtime.recording:
             return after
-        return fixed_by(self._rule, after, [new > 0 for new in self.inputs.new_tokens])
+        return _fixed_by(self._rule, after, [new > 0 for new in self.inputs.new_tokens])
 
     def _take_in(self, index: int, lower: _NewRows, deeper: _NewRows) -> None:
         length, pairs = self.inputs.length, self.snapshot.pairs
@@ -118,7 +121,7 @@ class MergedStep(AppendStep):
         if self.runtime.recording:
             self._pending[index] = (_held(lower), _held(deeper))
         else:
-            live_BT = self.new_map().live_BMW[:, 0]
+            live_BT = self.new_map().live_BMW[:, 0].to(pair.device)
             pair = _merged_into(self._rule, pair, self.snapshot.width, live_BT, (lower, deeper))
         self._pairs[index] = pair
 
@@ -150,10 +153,10 @@ def merge_pending(representation: RowRepresentation, accepted: Snapshot, length:
         lower, deeper = (_NewRows(keys_BHTD=keys, values_BHTD=values) for keys, values in layers)
         pairs.append(_merged_into(rule, pair, used, live_BT.to(pair.device), (lower, deeper)))
     merged = replace(accepted, pairs=tuple(pairs), pending=())
-    return fixed_by(rule, merged, live_BT.any(-1).tolist())
+    return _fixed_by(rule, merged, live_BT.any(-1).tolist())
 
 
-def fixed_by(rule: DepthPairs, snapshot: Snapshot, brought: list[bool]) -> Snapshot:
+def _fixed_by(rule: DepthPairs, snapshot: Snapshot, brought: list[bool]) -> Snapshot:
     """Return the snapshot with what a prompt's end fixes: nothing of a prompt that has a threshold is taken back.
 
     Args:
@@ -187,9 +190,15 @@ def _merged_into(
 def _merged_tensor(
     rule: DepthPairs, store: MergedTensor, used: int, live_BT: Tensor, rows_2BHTD: tuple[Tensor, Tensor]
 ) -> MergedTensor:
-    merged = merge_rows(*rows_2BHTD, rule.interpolation)
-    fixed = store.thresholds_BH
-    thresholds = torch.where(fixed.isnan(), rule.prompt_thresholds(merged.distances_BHT, live_BT), fixed)
-    apart = rule.exceptions(merged.distances_BHT, thresholds, live_BT)
-    written = store.put(used, merged.shared_BHTD, merged.magnitudes_2BHT).note(used, apart, rows_2BHTD)
-    return replace(written, thresholds_BH=thresholds)
+    lower, deeper = rows_2BHTD
+    length, block, distances = lower.shape[2], merge_block_rows(lower), []
+    store = store.grown(used, used + length)
+    for start in range(0, length, block):
+        here = slice(start, start + block)
+        merged = merge_rows(lower[:, :, here], deeper[:, :, here], rule.interpolation)
+        store.write(used + start, merged.shared_BHTD, merged.magnitudes_2BHT)
+        distances.append(merged.distances_BHT)
+    distances_BHT, fixed = torch.cat(distances, dim=2), store.thresholds_BH
+    thresholds = torch.where(fixed.isnan(), rule.prompt_thresholds(distances_BHT, live_BT), fixed)
+    apart = rule.exceptions(distances_BHT, thresholds, live_BT)
+    return replace(store.note(used, apart, rows_2BHTD), thresholds_BH=thresholds)

@@ -71,7 +71,8 @@ def _decode(take: Take, where: str, slots: int, entries: int, device: torch.devi
     )
     if not sound:
         raise IntegrityError(f"The saved tensors of {where!r} contradict one another.")
-    store = MergedTensor.allocate(shared, slots).put(0, shared, magnitudes)
+    store = MergedTensor.allocate(shared, slots)
+    store.write(0, shared, magnitudes)
     index_E, rows_2ED = index.new_empty(entries), rows.new_empty((2, entries, dim))
     index_E[:used], rows_2ED[:, :used] = index, rows
     return replace(store, thresholds_BH=thresholds, index_E=index_E, rows_2ED=rows_2ED, exceptions=used)

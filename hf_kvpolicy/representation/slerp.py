@@ -18,12 +18,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["NEAR_ANTIPODAL", "NEAR_PARALLEL", "MergedRows", "angular_distance", "merge_rows", "units"]
+__all__ = [
+    "NEAR_ANTIPODAL",
+    "NEAR_PARALLEL",
+    "MergedRows",
+    "angular_distance",
+    "merge_block_rows",
+    "merge_rows",
+    "merge_workspace_bytes",
+    "units",
+]
 
 # Normalized angular distances (Omega / pi) below which the direction is interpolated linearly, and above which it is
 # ill-conditioned, so that such a pair is never merged.
 NEAR_PARALLEL = 1e-6
 NEAR_ANTIPODAL = 1.0 - 1e-3
+
+# Numbers merged at once, and how many fp32 tensors of that size are alive meanwhile.
+_BLOCK_ELEMENTS = 1 << 18
+_WORKSPACE_TENSORS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,6 +48,19 @@ class MergedRows:
     magnitudes_2BHT: Tensor
     # Omega / pi, in [0, 1], fp32.
     distances_BHT: Tensor
+
+
+def merge_block_rows(rows_BHTD: Tensor) -> int:
+    """Return how many rows of an owner are merged at once, so that the workspace does not grow with the prompt."""
+    batch, heads, _, dim = rows_BHTD.shape
+    return max(1, _BLOCK_ELEMENTS // max(1, batch * heads * dim))
+
+
+def merge_workspace_bytes(rows_BHTD: Tensor) -> int:
+    """Return the bytes alive beside its result while rows shaped like these are merged block by block."""
+    batch, heads, tokens, dim = rows_BHTD.shape
+    block = min(tokens, merge_block_rows(rows_BHTD))
+    return batch * heads * (_WORKSPACE_TENSORS * block * dim + tokens) * 4
 
 
 def units(lower_BHTD: Tensor, deeper_BHTD: Tensor) -> tuple[Tensor, Tensor]:

@@ -77,14 +77,19 @@ class MergedTensor:
         entry_bytes = 2 * self.vector_bytes + self.index_E.element_size()
         return self.owners * self.capacity * (self.vector_bytes + 2 * 4) + self.index_E.shape[0] * entry_bytes
 
-    def put(self, used: int, shared_BHTD: Tensor, magnitudes_2BHT: Tensor) -> MergedTensor:
-        """Return the store with rows behind its first `used` slots."""
-        needed, grown = used + shared_BHTD.shape[2], self
-        if needed > self.capacity:
-            grown = self._with_slots(used, growth_slots(needed))
-        grown.shared_BHCD[:, :, used:needed] = shared_BHTD
-        grown.magnitudes_2BHC[..., used:needed] = magnitudes_2BHT
-        return grown
+    def grown(self, used: int, needed: int) -> MergedTensor:
+        """Return the store with room for `needed` slots and its first `used` slots copied; self when there is room."""
+        if needed <= self.capacity:
+            return self
+        larger = MergedTensor.allocate(self.shared_BHCD, growth_slots(needed))
+        larger.write(0, self.shared_BHCD[:, :, :used], self.magnitudes_2BHC[..., :used])
+        return replace(self, shared_BHCD=larger.shared_BHCD, magnitudes_2BHC=larger.magnitudes_2BHC)
+
+    def write(self, slot: int, shared_BHTD: Tensor, magnitudes_2BHT: Tensor) -> None:
+        """Write merged rows into consecutive slots."""
+        rows = shared_BHTD.shape[2]
+        self.shared_BHCD.narrow(2, slot, rows).copy_(shared_BHTD)
+        self.magnitudes_2BHC.narrow(3, slot, rows).copy_(magnitudes_2BHT)
 
     def note(self, used: int, apart_BHT: Tensor, rows_2BHTD: Sequence[Tensor]) -> MergedTensor:
         """Return the store with those of the rows behind `used` slots that are kept as they were."""
@@ -96,18 +101,17 @@ class MergedTensor:
         new = slice(self.exceptions, total)
         grown.index_E[new] = place + used * self.owners
         for layer, rows_BHTD in enumerate(rows_2BHTD):
-            batch, heads, tokens, dim = rows_BHTD.shape
-            by_slot = rows_BHTD.permute(2, 0, 1, 3).reshape(tokens * batch * heads, dim)
-            grown.rows_2ED[layer, new] = by_slot[place]
+            owner, heads = place % self.owners, rows_BHTD.shape[1]
+            grown.rows_2ED[layer, new] = rows_BHTD[owner // heads, owner % heads, place // self.owners]
         return replace(grown, exceptions=total)
 
     def restored(self, layer: int, width: int, room: int = 0) -> Tensor:
         """Return one layer's (0 or 1) rows of the first `width` slots, [B, H, width + room, D]; the room is unset."""
         batch, heads, _, dim = self.shared_BHCD.shape
         rows = self.shared_BHCD.new_empty((batch, heads, width + room, dim))
-        shared = self.shared_BHCD[:, :, :width]
-        wide = torch.promote_types(shared.dtype, torch.float32)
-        rows[:, :, :width] = shared.to(wide) * self.magnitudes_2BHC[layer, :, :, :width, None]
+        # In fp32, and rounded once.
+        magnitudes = self.magnitudes_2BHC[layer, :, :, :width, None]
+        torch.mul(self.shared_BHCD[:, :, :width], magnitudes, out=rows[:, :, :width])
         owner, slot = self.entries()
         flat = rows.view(batch * heads * (width + room), dim)
         flat.index_copy_(0, owner * (width + room) + slot, self.rows_2ED[layer, : self.exceptions])
@@ -163,12 +167,6 @@ class MergedTensor:
             rows_2ED=rows,
             exceptions=self.exceptions,
         )
-
-    def _with_slots(self, used: int, capacity: int) -> MergedTensor:
-        larger = MergedTensor.allocate(self.shared_BHCD, capacity)
-        larger.shared_BHCD[:, :, :used] = self.shared_BHCD[:, :, :used]
-        larger.magnitudes_2BHC[..., :used] = self.magnitudes_2BHC[..., :used]
-        return replace(self, shared_BHCD=larger.shared_BHCD, magnitudes_2BHC=larger.magnitudes_2BHC)
 
     def _with_entries(self, capacity: int) -> MergedTensor:
         index = self.index_E.new_empty(capacity)

@@ -170,7 +170,9 @@ class Filled:
         shared, magnitudes = rows(3, 2, length, 4, seed=seed), rows(2, 3, 2, length, seed=seed + 100)
         both = rows(2, 3, 2, length, 4, seed=seed + 200)
         apart = torch.rand(3, 2, length, generator=torch.Generator().manual_seed(seed)) < 0.3
-        self.store = self.store.put(used, shared, magnitudes).note(used, apart, both)
+        self.store = self.store.grown(used, used + length)
+        self.store.write(used, shared, magnitudes)
+        self.store = self.store.note(used, apart, both)
         new = torch.where(apart[None, ..., None], both, shared * magnitudes[..., None])
         self.expected = torch.cat([self.expected, new], dim=3)
 
@@ -231,7 +233,9 @@ def test_payload_is_the_formula(dtype: torch.dtype, scalar: int) -> None:
     for name, store in (("keys", made.keys), ("values", made.values)):
         mask = torch.arange(tokens).view(1, 1, -1) < apart[name]
         both = rows(2, 1, 1, tokens, dim, dtype=dtype)
-        stores[name] = store.put(0, both[0], torch.ones(2, 1, 1, tokens)).note(0, mask, both)
+        grown = store.grown(0, tokens)
+        grown.write(0, both[0], torch.ones(2, 1, 1, tokens))
+        stores[name] = grown.note(0, mask, both)
     pair = MergedPair(layers=(2, 3), **stores)
     assert pair.payload_bytes(tokens) == plain.pair_bytes(tokens, 3, 5, dim, scalar)
     allocated = sum(tensor.numel() * tensor.element_size() for tensor in pair.tensors())

@@ -17,7 +17,7 @@ from torch import Tensor
 import hf_kvpolicy as kv
 from hf_kvpolicy.engine import Composition, published
 from hf_kvpolicy.evidence import Recency
-from hf_kvpolicy.representation import DepthPairs
+from hf_kvpolicy.representation import DepthPairs, slerp
 
 FAMILIES = ("llama", "llama_head_dim", "mistral", "mistral_window")
 
@@ -183,12 +183,36 @@ def test_bytes_are_the_formula_and_dense_rows_are_gone(dtype: torch.dtype) -> No
 
 @torch.no_grad()
 def test_the_prompts_dense_rows_live_one_pair_at_a_time() -> None:
-    """The peak is what is published and one pair's two dense layers, not those of the whole model."""
+    """The peak is what is published, one pair's two dense layers and the workspace of one merge."""
     model = tiny("llama", layers=8)
     cache = kv.MiniCache(model, start_layer=0, retention=0.0)
     forward(model, prompt(256), cache)
     layer_bytes, ledger = 2 * 256 * 2 * 8 * 4, cache.ledger()
-    assert ledger.transient_peak_bytes <= ledger.measured_bytes + 2 * layer_bytes
+    workspace = slerp.merge_workspace_bytes(torch.empty(1, 2, 256, 8))
+    assert 0 < ledger.transient_peak_bytes - ledger.measured_bytes <= 2 * layer_bytes + workspace
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("block_elements", [1, 16 * 7, 16 * 30])
+def test_merging_in_blocks_changes_nothing(block_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, receipts, views = tiny("llama"), [], []
+    for elements in (1 << 18, block_elements):
+        monkeypatch.setattr(slerp, "_BLOCK_ELEMENTS", elements)
+        cache = kv.MiniCache(model, start_layer=0, retention=0.1)
+        forward(model, prompt(100), cache), forward(model, prompt(20, 1), cache)
+        receipts.append(cache.receipt.replaced_rows)
+        views.append(cache.stored_view(1))
+    assert receipts[0] == receipts[1]
+    for one, other in zip(*views, strict=True):
+        # Vectorized sines and their remainders differ by an ulp.
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+
+
+def test_the_workspace_does_not_grow_with_the_prompt() -> None:
+    def beyond_distances(tokens: int) -> int:
+        return slerp.merge_workspace_bytes(torch.empty(1, 8, tokens, 128, device="meta")) - 8 * tokens * 4
+
+    assert beyond_distances(4096) == beyond_distances(131072) == 8 * 4 * (1 << 18)
 
 
 def test_an_odd_last_layer_and_those_below_the_start_stay_dense() -> None:
