@@ -270,6 +270,39 @@ def test_an_answer_can_be_taken_back_and_a_prompt_cannot() -> None:
         taken.crop(-21)
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral_window"])
+def test_beams_of_a_padded_batch_are_those_of_each_row(family: str) -> None:
+    model = tiny(family, layers=4)
+    prompts = [prompt(n, seed=n) for n in (30, 8)]
+    ids, mask = left_padded(prompts)
+    options: dict[str, Any] = {"start_layer": 0, "retention": 0.2}
+    out = generate(model, ids, kv.MiniCache(model, **options), 8, attention_mask=mask, num_beams=3)
+    for row, tokens in enumerate(prompts):
+        alone = generate(model, tokens, kv.MiniCache(model, **options), 8, num_beams=3)
+        assert out[row, ids.shape[1] :].tolist() == alone[0, tokens.shape[1] :].tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda store: store.index_E[:2].fill_(int(store.index_E[0])), "twice or out of order"),
+        (lambda store: store.index_E[: store.exceptions].add_(10**6), "outside the 30 slots"),
+        (lambda store: store.index_E[:1].zero_(), "where there is no row"),
+        (lambda store: store.thresholds_BH.fill_(float("nan")), "thresholds for other batch rows"),
+    ],
+)
+def test_a_store_that_contradicts_itself_is_found(damage: Any, message: str) -> None:
+    model = tiny("llama")
+    ids, mask = left_padded([prompt(30), prompt(20, 1)])
+    cache = kv.MiniCache(model, start_layer=0, retention=0.2)
+    greedy_loop(model, ids.flip(0), cache, 1, mask.flip(0))
+    cache.check_integrity()
+    damage(cache._runtime.snapshot.pairs[0].values)
+    with pytest.raises(kv.IntegrityError, match=message):
+        cache.check_integrity()
+
+
 @torch.no_grad()
 def test_a_pair_is_offloaded_with_its_deeper_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The meta device stands in for a CPU beside a GPU; what lies there has no numbers and is not brought back here."""
