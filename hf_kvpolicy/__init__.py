@@ -10,6 +10,7 @@ from .attach import attach, attached_backend, detach
 from .attention import register as _register
 from .cache import PolicyCache
 from .config import PolicySpec, load_policy, make_cache
+from .contract import StateDescription, describe_state
 from .engine import RunStatistics
 from .errors import (
     BackendAdmissionError,
@@ -34,6 +35,7 @@ from .policies import (
     H2OCache,
     HeadKVCache,
     KeyformerCache,
+    MiniCache,
     PyramidInferCache,
     PyramidKVCache,
     RandomCache,
@@ -68,6 +70,7 @@ __all__ = [
     "KeyformerCache",
     "Ledger",
     "ManifestError",
+    "MiniCache",
     "NotComparableError",
     "PolicyCache",
     "PolicySpec",
@@ -80,12 +83,14 @@ __all__ = [
     "SlidingWindowCache",
     "SnapKVCache",
     "StaleGenerationError",
+    "StateDescription",
     "StreamingLLMCache",
     "UnsupportedModelError",
     "ZigZagKVCache",
     "attach",
     "attached_backend",
     "available_policies",
+    "describe_state",
     "detach",
     "load_cache",
     "load_policy",

@@ -122,10 +122,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         return self._runtime.columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return (columns after this forward, 0): masks are asked about columns, not slots.
-
-        A layer no policy acts on answers as transformers' own does.
-        """
+        """Return (columns after this forward, 0), not slots; a layer no policy acts on answers as transformers' own."""
         if layer_idx in self._geometry.foreign_layers:
             return tuple(self.foreign_layer(layer_idx).get_mask_sizes(int(query_length)))
         return self._runtime.columns + int(query_length), 0
@@ -178,9 +175,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
             StaleGenerationError: rows were dropped since; the message names `activate_past_recording()`.
         """
         if tokens_to_remove > 0:
-            raise ConfigError(
-                f"crop({tokens_to_remove}) is ambiguous; give the number of tokens to remove as a negative number."
-            )
+            raise ConfigError(f"crop({tokens_to_remove}) is ambiguous; give what to remove as a negative number.")
         self._runtime.crop(-int(tokens_to_remove))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -248,15 +243,20 @@ class PolicyCache(Cache):  # type: ignore[misc]
         """
         return positions_of(self._runtime, self._checked(layer, batch), batch)
 
+    def source_spans(self, layer: int, batch: int = 0) -> list[Tensor]:
+        """Return, per KV head, the first and last token position behind each row of `positions`, int64 [n, 2]."""
+        # No policy merges tokens yet: a row merged across layers stands for its own token in both of them.
+        return [tokens[:, None].expand(-1, 2).clone() for tokens in self.positions(layer, batch)]
+
     def stored_rows(self, layer: int) -> Tensor:
-        """Return how many rows each owner of a layer holds, int64 [B, H_kv] (H_q columns for owner='query_head')."""
+        """Return how many rows each owner of a layer has, int64 [B, H_kv] (H_q columns for owner='query_head')."""
         heads = self.composition.stored_heads(self._geometry)
         return torch.tensor(self._runtime.snapshot.owner_rows(self._checked(layer), heads))
 
     def stored_view(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
         """Return (keys, values) of a layer's published slots, dead ones included; None before any.
 
-        Dense storage gives [B, S, W, D], ragged storage the flat slots [N, D].
+        Dense storage gives [B, S, W, D] (of a merged pair, what it restores), ragged storage the flat slots [N, D].
         """
         return self._runtime.snapshot.view(self._checked(layer))
 
@@ -378,7 +378,6 @@ class PolicyCache(Cache):  # type: ignore[misc]
             self._patch.decoder_layers(decoder)  # refuses families whose layers cannot lose tokens
 
     def _checked(self, layer: int, batch: int = 0) -> int:
-        """Return the policy's number of a model's layer that was asked for."""
         return policy_layer(self._geometry, layer, batch, batch_rows=max(1, self._runtime.snapshot.batch_size))
 
     def _rotary_spec(self) -> RotarySpec:

@@ -1,9 +1,10 @@
 """What a cache holds, byte for byte: declared by formula, measured from tensor storages (sections 0x02A-0x02F).
 
-Terms: payload = live rows; slack = slots that hold no live row; positions = columns, token positions and slots of rows;
-offsets = where ragged owners begin and how long they are; validity = live flags, the mask of columns fed and the kinds
-of their tokens; scores = states that rows carry and queries held for a later selection; protected = pristine keys of
-re-rotated rows. Transient peak is the most that was alive at once during a forward.
+Terms: payload = live rows, those of merged layers with all it takes to restore them; slack = slots that hold no live
+row; positions = columns, token positions and slots of rows; offsets = where ragged owners begin and how long they are;
+validity = live flags, the mask of columns fed and the kinds of their tokens; scores = states that rows carry, queries
+held for a later selection and thresholds of merging; protected = pristine keys of re-rotated rows. Transient peak is
+the most that was alive at once during a forward.
 """
 
 from __future__ import annotations
@@ -90,8 +91,7 @@ def account(runtime: Runtime) -> Ledger:
     snapshot = runtime.snapshot
     layers, heads = runtime.geometry.num_layers, runtime.composition.stored_heads(runtime.geometry)
     row_bytes = snapshot.buffers[0].row_bytes if snapshot.buffers else 0
-    slots = sum(snapshot.batch_size * heads * rows.capacity for rows in snapshot.rows)
-    slots += sum(layer.rows.slots for layer in snapshot.ragged)
+    payload = snapshot.payload_bytes(layers, heads)
     live = snapshot.total_rows(layers, heads) if snapshot.buffers else 0
     seen: dict[int, int] = {}
     measured = _measure(_tensors(snapshot), seen)
@@ -99,8 +99,8 @@ def account(runtime: Runtime) -> Ledger:
     foreign = _measure(layer_tensors([*snapshot.foreign, *runtime.foreign]), seen)
     full_rows = sum(snapshot.frontier.tokens) * runtime.geometry.num_layers * runtime.geometry.num_kv_heads
     return Ledger(
-        payload_bytes=live * row_bytes,
-        slack_bytes=(slots - live) * row_bytes,
+        payload_bytes=payload,
+        slack_bytes=_slot_bytes(snapshot, heads) - payload,
         positions_bytes=sum(_positions_bytes(part) for part in _maps(snapshot)) + _ragged_positions_bytes(snapshot),
         offsets_bytes=_ragged_offsets_bytes(snapshot),
         validity_bytes=sum(part.live_BMW.numel() for part in _maps(snapshot)) + _seen_bytes(snapshot),
@@ -116,13 +116,20 @@ def account(runtime: Runtime) -> Ledger:
     )
 
 
+def _slot_bytes(snapshot: Snapshot, heads: int) -> int:
+    """Return the bytes of all slots, live or not."""
+    dense = sum(snapshot.batch_size * heads * rows.capacity * rows.row_bytes for rows in snapshot.rows)
+    ragged = sum(layer.rows.slots * layer.rows.row_bytes for layer in snapshot.ragged)
+    return dense + ragged + sum(pair.slot_bytes for pair in snapshot.pairs)
+
+
 def _maps(snapshot: Snapshot) -> list[RowMap]:
     return [*snapshot.maps, *([] if snapshot.tail is None else [snapshot.tail])]
 
 
 def _tensors(snapshot: Snapshot) -> list[Tensor]:
     """Return every tensor a snapshot reaches."""
-    tensors = [tensor for rows in snapshot.buffers for tensor in rows.tensors()]
+    tensors = [tensor for rows in (*snapshot.buffers, *snapshot.pending) for tensor in rows.tensors()]
     tensors += [tensor for layer in snapshot.ragged for tensor in layer.map.tensors()]
     for part in _maps(snapshot):
         tensors += [part.columns_BMW, part.tokens_BMW, part.live_BMW]
@@ -168,7 +175,8 @@ def _seen_bytes(snapshot: Snapshot) -> int:
 def _scores_bytes(snapshot: Snapshot) -> int:
     held = () if snapshot.open_segment is None else snapshot.open_segment.tensors()
     carried = (snapshot.scores_LBSWX, *(layer.map.states_PX for layer in snapshot.ragged))
-    return _declared(held) + _declared(carried)
+    thresholds = [tensor for pair in snapshot.pairs for tensor in pair.thresholds]
+    return _declared(held) + _declared(carried) + _declared(tuple(thresholds))
 
 
 def _pinned_bytes(snapshot: Snapshot) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,9 +28,11 @@ from .contract import (
 from .engine import Composition, Runtime, Snapshot
 from .errors import ConfigError, ManifestError, StaleGenerationError
 from .geometry import CacheGeometry
-from .storage import RaggedMap
+from .storage import RaggedMap, RaggedRows
 
 __all__ = ["Identity", "integrity_faults", "manifest_of", "positions_of", "prefix_digest", "receipt_of", "state_of"]
+
+_T = TypeVar("_T")
 
 _PHASES = {
     "never": "none",
@@ -76,7 +79,12 @@ def manifest_of(
         key_position_stage=key_stage,
         attention_positions=policy.positions,
     )
-    exact = policy.schedule == "never"
+    exact, replaces = policy.schedule == "never", policy.representation.replaces_rows
+    representation = RepresentationContract(semantic_class="full_cache_exact" if exact else "lossy_subset")
+    if replaces:
+        from .replacements import contract_of
+
+        representation = contract_of(policy.representation, geometry, scalar)
     return KVVisibilityPolicyManifest(
         policy_manifest_id=f"hf_kvpolicy/{policy.policy}",
         policy_generation=1,
@@ -84,9 +92,9 @@ def manifest_of(
         checkpoint=checkpoint,
         tensor_contract=tensor,
         selection_contract=_selection_of(policy, proof),
-        representation_contract=RepresentationContract(semantic_class="full_cache_exact" if exact else "lossy_subset"),
+        representation_contract=representation,
         recoverability_contract=RecoverabilityContract(
-            omitted="resident_visible" if exact else "omitted_irrecoverable"
+            omitted="resident_visible" if exact and not replaces else "omitted_irrecoverable"
         ),
         quality_and_fallback=QualityAndFallback(physical_capacity_action="full" if policy.fallback else "raise"),
     )
@@ -103,11 +111,11 @@ def _selection_of(policy: Composition, proof: str) -> SelectionContract:
             "evidence": policy.evidence.describe(),
             "allocation": {"name": policy.allocation.name, **policy.allocation.describe()},
         },
-        unit=policy.unit,
+        unit="pair" if policy.representation.replaces_rows else policy.unit,
         owner=policy.owner,
         group=policy.group,
         decision_phase=_phase_of(policy),
-        update_cadence=_CADENCES[policy.schedule] if policy.decode_blocks is None else "periodic",
+        update_cadence=_cadence_of(policy),
         evidence_family=policy.evidence.name,
         budget=BudgetContract(
             declared=None if budget is None else budget.declared,
@@ -122,7 +130,14 @@ def _selection_of(policy: Composition, proof: str) -> SelectionContract:
 
 
 def _phase_of(policy: Composition) -> str:
-    return _PHASES[policy.schedule] if policy.decode_blocks is None else "both"
+    acts_always = policy.decode_blocks is not None or policy.representation.replaces_rows
+    return "both" if acts_always else _PHASES[policy.schedule]
+
+
+def _cadence_of(policy: Composition) -> str:
+    if policy.representation.replaces_rows:
+        return "every_step"
+    return _CADENCES[policy.schedule] if policy.decode_blocks is None else "periodic"
 
 
 def _recent_rows(policy: Composition) -> int:
@@ -171,7 +186,8 @@ def state_of(runtime: Runtime, manifest: KVVisibilityPolicyManifest, identity: I
         row_frontiers=rows,
         decision_phase=_phase_of(policy),
         decision_epoch=snapshot.decision_epoch,
-        positions_source=_positions_source(runtime, snapshot),
+        positions_source=None if policy.representation.replaces_rows else _positions_source(runtime, snapshot),
+        replacement_object_ids=_store_names(manifest),
         protected_original_positions=tuple(
             tuple(token for token in policy.pinned_tokens if token < frontier) for frontier in rows
         ),
@@ -182,15 +198,24 @@ def receipt_of(runtime: Runtime, manifest: KVVisibilityPolicyManifest, identity:
     """Return the receipt of the last publication."""
     snapshot = runtime.snapshot
     heads = runtime.composition.stored_heads(runtime.geometry)
-    row_bytes = snapshot.buffers[0].row_bytes if snapshot.buffers else 0
+    replaced: dict[str, Any] = {}
+    if runtime.composition.representation.replaces_rows:
+        from .replacements import replaced_rows_of
+
+        replaced = {
+            "representation_schema": runtime.composition.representation.name,
+            "consumer_schema": manifest.representation_contract.consumer_schema,
+            "replaced_source": _while_current(runtime, snapshot, replaced_rows_of),
+        }
     return PackedKVViewReceipt(
         request_id=identity.request_id,
         parent=runtime.parent or snapshot.generations,
         successor=snapshot.generations,
         policy_manifest_sha256=manifest.sha256,
         frontier=snapshot.frontier.columns,
-        positions_source=_positions_source(runtime, snapshot),
-        payload_bytes=snapshot.total_rows(runtime.geometry.num_layers, heads) * row_bytes,
+        positions_source=None if replaced else _positions_source(runtime, snapshot),
+        payload_bytes=snapshot.payload_bytes(runtime.geometry.num_layers, heads),
+        **replaced,
     )
 
 
@@ -222,11 +247,29 @@ def prefix_digest(runtime: Runtime, manifest: KVVisibilityPolicyManifest, token_
     )
 
 
+def _store_names(manifest: KVVisibilityPolicyManifest) -> tuple[str, ...]:
+    """Return a name for every store of rows that replace others; none where rows are original."""
+    replacement = manifest.representation_contract.replacement
+    stores = () if replacement is None else replacement.producer_layer_map
+    return tuple(f"layer {'+'.join(map(str, layers))}" for layers in stores)
+
+
 def _positions_source(runtime: Runtime, snapshot: Snapshot) -> LazyPositions:
+    def read(runtime: Runtime) -> list[list[list[int]]]:
+        rows = runtime.snapshot.batch_size
+        return [
+            [tokens.tolist() for batch in range(rows) for tokens in positions_of(runtime, layer, batch)]
+            for layer in range(runtime.geometry.num_layers)
+        ]
+
+    return LazyPositions(_while_current(runtime, snapshot, read))
+
+
+def _while_current(runtime: Runtime, snapshot: Snapshot, read: Callable[[Runtime], _T]) -> Callable[[], _T]:
     # Weak, and by number: a record that somebody keeps must not keep the rows of its generation.
     reference, numbers = weakref.ref(runtime), snapshot.generations
 
-    def read() -> list[list[list[int]]]:
+    def current() -> _T:
         runtime = reference()
         if runtime is None or runtime.snapshot.generations != numbers:
             now = (
@@ -236,13 +279,9 @@ def _positions_source(runtime: Runtime, snapshot: Snapshot) -> LazyPositions:
                 f"The positions of generation {numbers.cache} were never read, and the cache {now}. "
                 "Read positions while their state is current."
             )
-        rows = runtime.snapshot.batch_size
-        return [
-            [tokens.tolist() for batch in range(rows) for tokens in positions_of(runtime, layer, batch)]
-            for layer in range(runtime.geometry.num_layers)
-        ]
+        return read(runtime)
 
-    return LazyPositions(read)
+    return current
 
 
 def _parent_state(runtime: Runtime) -> int | None:
@@ -255,7 +294,7 @@ def integrity_faults(runtime: Runtime) -> list[str]:
     snapshot, policy = runtime.snapshot, runtime.composition
     heads = policy.stored_heads(runtime.geometry)
     faults = _ragged_faults(snapshot, policy, heads) if snapshot.ragged else _dense_faults(snapshot)
-    for layer in range(len(snapshot.buffers)):
+    for layer in range(runtime.geometry.num_layers if snapshot.buffers else 0):
         for batch, owner_rows in enumerate(snapshot.owner_rows(layer, heads)):
             for head, tokens in enumerate(positions_of(runtime, layer, batch)):
                 where = f"layer {layer}, batch row {batch}, head {head}"
@@ -274,9 +313,13 @@ def _dense_faults(snapshot: Snapshot) -> list[str]:
     faults = []
     if snapshot.scores_LBSWX is not None and snapshot.scores_LBSWX.shape[3] != snapshot.width:
         faults.append(f"states of {snapshot.scores_LBSWX.shape[3]} slots are carried for {snapshot.width} in use")
-    for layer, rows in enumerate(snapshot.rows):
-        if rows.capacity < snapshot.width:
-            faults.append(f"layer {layer} has {rows.capacity} slots for {snapshot.width} in use")
+    for layers, rows in zip(snapshot.stores, snapshot.buffers, strict=True):
+        if not isinstance(rows, RaggedRows) and rows.capacity < snapshot.width:
+            faults.append(f"layer {layers[0]} has {rows.capacity} slots for {snapshot.width} in use")
+    if snapshot.pairs:
+        from .replacements import pair_faults
+
+        faults += pair_faults(snapshot)
     return faults
 
 

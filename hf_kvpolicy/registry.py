@@ -14,7 +14,8 @@ from functools import lru_cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from .errors import ConfigError, UnsupportedModelError, did_you_mean
+from .contract import RESERVED_POLICIES, checkpoint_needed
+from .errors import CheckpointAdmissionError, ConfigError, UnsupportedModelError, did_you_mean
 from .fingerprint import config_digest
 from .unsupported import unsupported_because
 
@@ -109,8 +110,10 @@ def register_policy(name: str) -> Callable[[_Policy], _Policy]:
     """Class decorator: make a `PolicyCache` subclass available by name.
 
     Raises:
-        ConfigError: the name is not lower-case snake case, or is taken by another class.
+        ConfigError: the name is not lower-case snake case, is reserved, or is taken by another class.
     """
+    if name in RESERVED_POLICIES:
+        raise ConfigError(f"The policy name {name!r} is reserved for a method of its own checkpoints; use another.")
     if not name.isidentifier() or name != name.lower():
         raise ConfigError(f"The policy name {name!r} is not lower-case snake case; use a name such as 'my_policy'.")
 
@@ -149,7 +152,14 @@ def policy_class(name: str) -> type:
 
     Raises:
         ConfigError: no policy has that name.
+        CheckpointAdmissionError: the name is reserved for a method that no ordinary checkpoint can run.
     """
+    if name in RESERVED_POLICIES:
+        raise CheckpointAdmissionError(
+            f"{name!r} is no cache policy: what it stores ({RESERVED_POLICIES[name]}) is read only by "
+            f"{checkpoint_needed(name)}, which this library does not load. describe_state({RESERVED_POLICIES[name]!r}, "
+            f"...) tells its bytes. For an ordinary checkpoint choose one of {', '.join(available_policies())}."
+        )
     names = available_policies()
     if name not in _POLICIES:
         raise ConfigError(f"There is no policy {name!r}; available are {', '.join(names)}.{did_you_mean(name, names)}")

@@ -59,6 +59,19 @@ from .position_sets import (
 from .receipt import (
     PackedKVViewReceipt,
 )
+from .replaced_rows import (
+    ReplacedRows,
+    Span,
+    check_replaced_rows,
+    check_segments,
+)
+from .replacement import (
+    DEPTH_PAIRS,
+    REPLACEMENT_KINDS,
+    ReplacementContract,
+    admit_checkpoint,
+    producers_of_pairs,
+)
 from .selection_contract import (
     BUDGET_SCOPES,
     BUDGET_UNITS,
@@ -86,6 +99,13 @@ from .semantics import (
 )
 from .state import (
     KVPolicyState,
+)
+from .state_kinds import (
+    RESERVED_POLICIES,
+    STATE_KINDS,
+    StateDescription,
+    checkpoint_needed,
+    describe_state,
 )
 from .tensor_contract import (
     ATTENTION_POSITIONS,
@@ -145,6 +165,7 @@ __all__ = [
     "BUDGET_UNITS",
     "CADENCES",
     "DECISION_PHASES",
+    "DEPTH_PAIRS",
     "DUPLICATE_RULES",
     "FAILURE_ACTIONS",
     "GROUPS",
@@ -155,12 +176,15 @@ __all__ = [
     "OWNERS",
     "PROTECTION_SCOPES",
     "RECOVERABILITIES",
+    "REPLACEMENT_KINDS",
     "REPRESENTATIONS",
+    "RESERVED_POLICIES",
     "SCALAR_BYTES",
     "SCHEMA_VERSION",
     "SEMANTIC_CLASSES",
     "SOURCE_AXES",
     "SPECIFICATION_UNITS",
+    "STATE_KINDS",
     "UNITS",
     "VALUE_POSITION_STAGES",
     "BudgetContract",
@@ -183,20 +207,29 @@ __all__ = [
     "QualityAndFallback",
     "Ratio",
     "RecoverabilityContract",
+    "ReplacedRows",
+    "ReplacementContract",
     "RepresentationContract",
     "RowCounts",
     "SelectionContract",
+    "Span",
+    "StateDescription",
     "TensorContract",
     "Transaction",
+    "admit_checkpoint",
     "amplification",
     "bounded_decode_read_bytes",
     "canonical_json",
     "check_combination",
+    "check_replaced_rows",
+    "check_segments",
+    "checkpoint_needed",
     "churn",
     "compaction_bytes",
     "contiguous_head_map",
     "cumulative_decode_rows",
     "cumulative_full_read_bytes",
+    "describe_state",
     "flag_bytes",
     "freeze_positions",
     "full_payload_bytes",
@@ -212,6 +245,7 @@ __all__ = [
     "oracle_topk_recall",
     "owner_counts",
     "position_map_bytes",
+    "producers_of_pairs",
     "prompt_ledger",
     "publish_traffic_bytes",
     "query_expanded_read_bytes",

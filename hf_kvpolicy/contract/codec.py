@@ -2,7 +2,7 @@
 
 Field metadata steers it: `record` names the class of a nested record, `key` the name used in the dict where
 it differs from the field (the attribute of that name is then read, so a lazy field can be resolved by a
-property).
+property), `optional` leaves a nested record out where it is None.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ def _public_fields(record: Any) -> dict[str, Field[Any]]:
 def record_to_dict(record: Any) -> dict[str, JsonValue]:
     """Return the public fields of a dataclass record as plain JSON values, nested records included."""
     plain: dict[str, JsonValue] = {}
-    for key in _public_fields(record):
+    for key, field in _public_fields(record).items():
         value = getattr(record, key)
+        if value is None and field.metadata.get("optional"):
+            continue
         plain[key] = record_to_dict(value) if is_dataclass(value) else to_plain_json(value, where=key)
     return plain
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..errors import ManifestError
 from ._checks import check_choice, check_text
+from .replacement import ReplacementContract
 
 __all__ = [
     "FAILURE_ACTIONS",
@@ -27,13 +28,17 @@ FAILURE_ACTIONS = ("raise", "full", "report")
 class RepresentationContract:
     """Whether rows are original or replaced, and how exact the result is.
 
-    A replacement needs `consumer_schema`: the name of what attention must know to read the replaced rows.
-    Raises ManifestError when kind, class and schema exclude one another.
+    A replacement needs `consumer_schema`, the name of what attention must know to read the replaced rows, and
+    `replacement`, which layers stand behind a row and who may read it.
+    Raises ManifestError when kind, class, schema and replacement exclude one another.
     """
 
     rows: str = "original_rows"
     semantic_class: str = "lossy_subset"
     consumer_schema: str | None = None
+    replacement: ReplacementContract | None = field(
+        default=None, metadata={"record": ReplacementContract, "optional": True}
+    )
 
     def __post_init__(self) -> None:
         check_choice("representation.rows", self.rows, REPRESENTATIONS, error=ManifestError)
@@ -54,6 +59,11 @@ class RepresentationContract:
             raise ManifestError(
                 f"consumer_schema {self.consumer_schema!r} was given for {self.semantic_class}, whose "
                 "original rows need none. Leave it None, or declare a lossy_replacement."
+            )
+        if replaces != (self.replacement is not None):
+            raise ManifestError(
+                f"representation.replacement {'is missing' if replaces else 'was given'} for {self.semantic_class}: "
+                "replaced rows name the layers behind them, and original rows need no such record. Correct one of them."
             )
         if self.consumer_schema is not None:
             check_text("representation.consumer_schema", self.consumer_schema, error=ManifestError)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..errors import IntegrityError
+from ..errors import ConfigError, IntegrityError, ManifestError
 from ._checks import check_choice, check_int, check_text
 from .generations import Generations
 from .position_sets import LazyPositions, NestedPositions, PositionSets, omitted_intervals
@@ -21,7 +21,8 @@ class KVPolicyState:
     `source_committed_frontier` counts the committed positions of the source. In a padded batch
     `row_frontiers` gives every batch row's own count of real tokens; None means one batch row with the
     source's frontier. `protected_original_positions` has one ordered tuple per batch row. `positions_source`
-    is called once, when `selected_original_positions` is first read, and may raise StaleGenerationError.
+    is called once, when `selected_original_positions` is first read, and may raise StaleGenerationError; it is
+    None, and `replacement_object_ids` name the stores, where rows are replacements.
     Equality compares the identity (everything but the positions), so it reads no store.
     Raises ConfigError for malformed fields and IntegrityError for a parent that is not older.
     """
@@ -39,7 +40,7 @@ class KVPolicyState:
     decision_phase: str
     decision_epoch: int
     evidence_receipt_id: str | None = None
-    positions_source: Callable[[], NestedPositions] = field(repr=False, compare=False)
+    positions_source: Callable[[], NestedPositions] | None = field(repr=False, compare=False)
     protected_original_positions: Sequence[Sequence[int]] = ((),)
     replacement_object_ids: Sequence[str] = ()
 
@@ -62,20 +63,28 @@ class KVPolicyState:
                 f"State generation {self.state_generation} names {parent} as its parent, but a parent is "
                 "always older. Issue successor generations from the cache's clock."
             )
-        object.__setattr__(self, "positions_source", LazyPositions.wrap(self.positions_source))
+        if self.positions_source is not None:
+            object.__setattr__(self, "positions_source", LazyPositions.wrap(self.positions_source))
         object.__setattr__(
             self,
             "protected_original_positions",
             tuple(tuple(row) for row in self.protected_original_positions),
         )
         object.__setattr__(self, "replacement_object_ids", tuple(self.replacement_object_ids))
+        if (self.positions_source is None) != bool(self.replacement_object_ids):
+            raise ConfigError(
+                "A state either selects original positions or names the stores of replaced rows in "
+                "replacement_object_ids; give positions_source or the ids, not both."
+            )
         if self.row_frontiers is not None:
             object.__setattr__(self, "row_frontiers", tuple(self.row_frontiers))
 
     @property
-    def selected_original_positions(self) -> PositionSets:
-        """Ordered token positions [layer][batch row * heads + head][rank]; read once, then kept."""
+    def selected_original_positions(self) -> PositionSets | None:
+        """Ordered token positions [layer][batch row * heads + head][rank], read once; None where rows are replaced."""
         source = self.positions_source
+        if source is None:
+            return None
         return source() if isinstance(source, LazyPositions) else LazyPositions(source)()
 
     @property
@@ -95,9 +104,17 @@ class KVPolicyState:
 
     @property
     def omitted_interval_summary(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Per batch row, the half-open intervals of committed positions that no owner of any layer holds."""
+        """Per batch row, the half-open intervals of committed positions that no owner of any layer holds.
+
+        Raises ManifestError where rows are replacements: they omit no position and hold none as it was.
+        """
         rows = self.frontiers
         layers = self.selected_original_positions
+        if layers is None:
+            raise ManifestError(
+                "Rows of this state are replacements, so no position is held or omitted. Read the receipt's replaced "
+                "rows, or cache.source_spans(layer)."
+            )
         origin = self.source_position_origin
         summary = []
         for b, frontier in enumerate(rows):

@@ -74,6 +74,11 @@ def validate_selection(
     appended since the last selection, which the budget does not bound.
     """
     layers = state.selected_original_positions
+    if layers is None:
+        raise SelectionError(
+            "The state's rows are replacements, so it selects no original positions. Check what its receipt lists with "
+            "check_replaced_rows."
+        )
     _check_shape(manifest, state, layers)
     slices = list(_slices(manifest, layers))
     for layer, b, head, positions in slices:

@@ -111,6 +111,7 @@ def materialize_subset_view(
 
 def _gather(state: KVPolicyState, keys_LHTD: Tensor, values_LHTD: Tensor) -> PackedKVView:
     layers = state.selected_original_positions
+    assert layers is not None, "a validated selection has positions"
     keys, values, positions = [], [], []
     for layer, owners in enumerate(layers):
         for owner, selected in enumerate(owners):
@@ -164,6 +165,8 @@ def validate_gather_identity(
     Rows are compared bit for bit, so NaN equals itself and -0.0 differs from 0.0.
     """
     layers = state.selected_original_positions
+    if layers is None:
+        raise IntegrityError("A view holds original rows, but the state's rows are replacements.")
     expected = row_offsets([[len(ps) for ps in layer] for layer in layers])
     if view.row_offsets.tolist() != expected.tolist():
         raise IntegrityError(

@@ -91,6 +91,7 @@ class Composition:
                 f"{self.policy}: owner='query_head' gives every query head rows of its own, but unit={self.unit!r} "
                 "shares one set. Use unit='head', or owner='kv_head'."
             )
+        self._check_representation()
         self._check_pruning()
         self._check_storage()
         if self.budget is not None and self.budget.kind == "rows":
@@ -99,6 +100,14 @@ class Composition:
             raise BudgetError(
                 f"{self.policy}: a ratio budget needs the whole prompt, but chunked_prefill='bounded' must hold it "
                 "before the prompt has ended. Give rows or bytes, or chunked_prefill='hold'."
+            )
+
+    def _check_representation(self) -> None:
+        selects = self.budget is not None or self.schedule != "never" or self.pruning is not None
+        if self.representation.replaces_rows and (selects or self.storage != "dense"):
+            raise ManifestError(
+                f"{self.policy}: rows are merged across layers, but layers that keep different positions have no rows "
+                "to merge. A policy that merges selects nothing: leave out budget, schedule and ragged storage."
             )
 
     def _check_storage(self) -> None:

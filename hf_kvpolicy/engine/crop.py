@@ -5,11 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..errors import StaleGenerationError
+from ..representation import RowRepresentation
 from .composition import Composition
 from .foreign import cropped_layers
+from .published import Waiting
 from .snapshot import Frontier, Snapshot
 
-__all__ = ["cropped", "refuse_untakeable"]
+__all__ = ["accepted_of", "cropped", "refuse_untakeable"]
+
+
+def accepted_of(waiting: Waiting, rejected: int, representation: RowRepresentation) -> Snapshot:
+    """Return what a finished forward leaves once its last `rejected` tokens are rejected and the others accepted."""
+    accepted = cropped(waiting.snapshot, rejected)
+    if not accepted.pending:
+        return accepted
+    # Not imported where rows stay as they are.
+    from .merged import merge_pending
+
+    return merge_pending(representation, accepted, waiting.length - rejected)
 
 
 def cropped(snapshot: Snapshot, removed: int) -> Snapshot:
@@ -29,6 +42,8 @@ def cropped(snapshot: Snapshot, removed: int) -> Snapshot:
         return Snapshot(generations=snapshot.generations, frontier=Frontier(), budget_rows=None, foreign=foreign)
     lost = [a - b for a, b in zip(snapshot.frontier.tokens, frontier.tokens, strict=True)]
     tail, maps, ragged = snapshot.tail, snapshot.maps, snapshot.ragged
+    # Where layers are merged nothing ever leaves: a column is a slot. What waits is not merged yet.
+    pairs = snapshot.pairs if snapshot.pending else tuple(pair.first(frontier.columns) for pair in snapshot.pairs)
     from_tail = 0 if tail is None else min(removed, tail.width)
     if tail is not None and from_tail:
         tail = tail.first(tail.width - from_tail)
@@ -45,6 +60,7 @@ def cropped(snapshot: Snapshot, removed: int) -> Snapshot:
         foreign=foreign,
         maps=maps,
         ragged=ragged,
+        pairs=pairs,
         tail=tail,
         scores_LBSWX=scores,
         counts=tuple(count - gone for count, gone in zip(snapshot.counts, lost, strict=True))
@@ -77,7 +93,7 @@ def refuse_untakeable(
         )
     if successor is None:
         raise StaleGenerationError(
-            f"crop(-{removed}) goes back to column {left}, but rows were dropped for good at column "
+            f"crop(-{removed}) goes back to column {left}, but rows were dropped or merged for good at column "
             f"{snapshot.evicted_at_column}. {policy.before_taking_back}"
         )
 

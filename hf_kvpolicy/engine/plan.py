@@ -41,6 +41,11 @@ def plan_step(runtime: Runtime, inputs: ForwardInputs) -> Step:
         ConfigError: the policy would drop what the caller wants to read, or to take back.
     """
     policy, snapshot = runtime.composition, runtime.snapshot
+    if policy.representation.replaces_rows:
+        # Not imported where rows stay as they are.
+        from .merged import MergedStep
+
+        return MergedStep(runtime, snapshot, inputs, runtime.open_transaction(state=False))
     if policy.decode_blocks is not None and runtime.recording:
         _refuse_recording(policy.policy)
     if policy.pruning is not None and not _appends(runtime, inputs):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from ..storage import DenseRows, RaggedRows
 from .placement import OFFLOAD_DEVICE, Moves
 from .snapshot import Snapshot
 
@@ -72,7 +72,7 @@ class Visible:
 
     def copied(self) -> Visible:
         """Return both with buffers of their own, which they share where these do; maps never change."""
-        copies: dict[int, DenseRows | RaggedRows] = {}
+        copies: dict[int, Any] = {}
 
         def copy(snapshot: Snapshot) -> Snapshot:
             for rows in snapshot.buffers:

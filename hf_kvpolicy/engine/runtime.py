@@ -16,7 +16,7 @@ from ..geometry import CacheGeometry
 from ..positions import AlibiSpec, RotarySpec
 from ..storage import stored_tensors
 from .composition import Composition
-from .crop import cropped, refuse_untakeable
+from .crop import accepted_of, cropped, refuse_untakeable
 from .deferred import absorb_held, decide_appended, laid_behind
 from .exclusive import SUPERSEDED, Exclusive, exclusive
 from .foreign import ForeignLayers, blank_layers
@@ -189,7 +189,7 @@ class Runtime(Exclusive):
                 f"{rejected} tokens of a waiting prompt were rejected, but its queries are held for only "
                 f"{MAX_ROLLBACK_TOKENS} tokens beyond the window. Reject fewer, or feed the prompt before recording."
             )
-        accepted = cropped(waiting.snapshot, rejected)
+        accepted = accepted_of(waiting, rejected, policy.representation)
         keep_open = policy.chunked_prefill == "hold" and not by_crop and not policy.is_positional
         if is_prompt and keep_open:
             if policy.carries_scores and policy.families is None:

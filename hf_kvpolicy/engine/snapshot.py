@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..contract import Generations
+from ..contract import Generations, producers_of_pairs
 from ..masks import MaskRecord
 from ..storage import DenseRows, RaggedLayer, RaggedMap, RaggedRows, RowMap, owners_of
 from ..weighting import Weighting
 from .foreign import ForeignLayers, selected_layers
 from .placement import Moves, Placement
 from .queries import QueryWindow
+
+if TYPE_CHECKING:
+    from ..storage.merged import MergedPair
 
 __all__ = ["Frontier", "OpenSegment", "Snapshot"]
 
@@ -113,7 +117,8 @@ class Snapshot:
     """Everything a reader may see.
 
     Slots of a layer's buffers: first the slots of its map, then the slots of the tail. A cache is dense (`rows`,
-    `maps`) or ragged (`ragged`); the tail is the same for both, since appended rows are the same for every owner.
+    `maps`) or ragged (`ragged`); the tail is the same for both, since appended rows are the same for every owner. Of a
+    dense cache, pairs of layers may have one store (`pairs`); `rows` are then those of the other layers.
     """
 
     generations: Generations
@@ -123,6 +128,9 @@ class Snapshot:
     maps: tuple[RowMap, ...] = ()
     # Ragged storage instead: per layer its buffers and the rows each owner held when the tail began.
     ragged: tuple[RaggedLayer, ...] = ()
+    # Stores of two layers each, ascending; and what their layers brought that waits for acceptance, two a pair.
+    pairs: tuple[MergedPair, ...] = ()
+    pending: tuple[DenseRows, ...] = ()
     # Rows appended since the last selection, the same for every layer and head.
     tail: RowMap | None = None
     # Dense storage: live rows of each owner, per batch row (equal for all owners of a batch row).
@@ -134,7 +142,7 @@ class Snapshot:
     # block, over each batch row's undecided rows, oldest first, S = 1. None for evidence without any.
     scores_LBSWX: Tensor | None = None
     # The family of each owner, [L][O] (`allocation/families.py`), and per batch row how many tokens it had when its
-    # heads were profiled (0: never); none for policies that do not choose one.
+    # heads were profiled, or the thresholds of merging were fixed (0: never); none for policies that do neither.
     families_LO: tuple[tuple[int, ...], ...] = ()
     profile_tokens: tuple[int, ...] = ()
     # Real tokens of each batch row when its last prompt segment ended: the clock of decode starts there.
@@ -189,15 +197,25 @@ class Snapshot:
         return scores.masked_fill(mask_B.view(1, -1, 1, 1, 1), 0.0)
 
     @property
-    def buffers(self) -> tuple[DenseRows | RaggedRows, ...]:
-        """The K/V buffers of all layers; none before the first publication."""
-        return self.rows or tuple(layer.rows for layer in self.ragged)
+    def stores(self) -> tuple[tuple[int, ...], ...]:
+        """The layers behind each of `buffers`: one, or the two of a pair."""
+        layers = len(self.rows) + len(self.ragged) + 2 * len(self.pairs)
+        return producers_of_pairs(layers, [pair.layers for pair in self.pairs])
 
-    def with_buffers(self, buffers: Sequence[DenseRows | RaggedRows]) -> Snapshot:
+    @property
+    def buffers(self) -> tuple[DenseRows | RaggedRows | MergedPair, ...]:
+        """The K/V buffers of all layers, in order of depth; none before the first publication."""
+        if not self.pairs:
+            return self.rows or tuple(layer.rows for layer in self.ragged)
+        alone, paired = iter(self.rows), iter(self.pairs)
+        return tuple(next(alone) if len(layers) == 1 else next(paired) for layers in self.stores)
+
+    def with_buffers(self, buffers: Sequence[DenseRows | RaggedRows | MergedPair]) -> Snapshot:
         """Return the snapshot over other buffers that hold the same rows in the same slots."""
         return replace(
             self,
             rows=tuple(rows for rows in buffers if isinstance(rows, DenseRows)),
+            pairs=tuple(rows for rows in buffers if not isinstance(rows, DenseRows | RaggedRows)),
             ragged=tuple(
                 RaggedLayer(rows=rows, map=layer.map)
                 for rows, layer in zip(buffers, self.ragged, strict=False)
@@ -213,6 +231,8 @@ class Snapshot:
     @property
     def dtype(self) -> torch.dtype | None:
         """Dtype of stored keys; None before the first publication."""
+        if self.pairs:
+            return self.pairs[0].keys.shared_BHCD.dtype
         return self.rows[0].keys_BSCD.dtype if self.rows else self.ragged[0].rows.keys_ND.dtype if self.ragged else None
 
     @property
@@ -226,10 +246,14 @@ class Snapshot:
         return self.tail.width if self.tail is not None else 0
 
     def view(self, layer: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Return one layer's keys and values as they lie: slots in use [B, S, W, D], or all flat slots [N, D]."""
+        """Return one layer's keys and values: slots in use [B, S, W, D] (restored, of a pair), or flat slots [N, D]."""
         if self.ragged:
             return self.ragged[layer].rows.keys_ND, self.ragged[layer].rows.values_ND
-        return self.rows[layer].view(self.width) if self.rows else (None, None)
+        for pair in self.pairs:
+            if layer in pair.layers:
+                return pair.restored(layer, self.width)
+        alone = [layers[0] for layers in self.stores if len(layers) == 1]
+        return self.rows[alone.index(layer)].view(self.width) if self.rows else (None, None)
 
     def owner_rows(self, layer: int, heads: int) -> list[list[int]]:
         """Return the live rows of one layer's owners, [B][S]."""
@@ -243,6 +267,14 @@ class Snapshot:
         if not self.ragged:
             return sum(self.counts) * layers * heads
         return sum(sum(layer.map.lengths) for layer in self.ragged) + sum(self.tail_counts) * layers * heads
+
+    def payload_bytes(self, layers: int, heads: int) -> int:
+        """Return the bytes of live rows; of a pair's, with all that restores them in both layers."""
+        if not self.buffers:
+            return 0
+        alone = layers - 2 * len(self.pairs)
+        own_bytes = self.total_rows(alone, heads) * self.buffers[0].row_bytes
+        return own_bytes + sum(pair.payload_bytes(sum(self.counts) * heads) for pair in self.pairs)
 
     @property
     def width(self) -> int:
@@ -268,19 +300,24 @@ class Snapshot:
     def placement(self) -> Placement:
         """Where the parts of a snapshot that holds rows lie."""
         maps = tuple(part.device for part in self.layout)
-        return Placement(layers=tuple(rows.device for rows in self.buffers), maps=maps, shared=maps[0])
+        pairs = zip(self.stores, self.buffers, strict=True)
+        devices = {layer: rows.device for layers, rows in pairs for layer in layers}
+        return Placement(layers=tuple(devices[i] for i in range(len(devices))), maps=maps, shared=maps[0])
 
     def to(self, place: Placement, move: Moves) -> Snapshot:
         """Return the snapshot with every part on the device given for it; a part that lies there is not copied."""
         shared, segment = place.shared, self.open_segment
+        # A pair moves with its deeper layer.
+        devices = [place.layers[layers[-1]] for layers in self.stores]
+        moved = self.with_buffers([move(rows, device) for rows, device in zip(self.buffers, devices, strict=True)])
+        waiting = [place.layers[layer] for pair in self.pairs for layer in (pair.layers[-1],) * 2]
         return replace(
-            self,
+            moved,
             frontier=self.frontier.to(shared, move),
-            rows=tuple(move(rows, device) for rows, device in zip(self.rows, place.layers, strict=not self.ragged)),
+            pending=tuple(move(rows, device) for rows, device in zip(self.pending, waiting, strict=False)),
             maps=tuple(move(part, device) for part, device in zip(self.maps, place.maps, strict=not self.ragged)),
             ragged=tuple(
-                RaggedLayer(rows=move(layer.rows, device), map=move(layer.map, at))
-                for layer, device, at in zip(self.ragged, place.layers, place.maps, strict=not self.rows)
+                replace(layer, map=move(layer.map, at)) for layer, at in zip(moved.ragged, place.maps, strict=False)
             ),
             tail=None if self.tail is None else move(self.tail, shared),
             scores_LBSWX=None if self.scores_LBSWX is None else move(self.scores_LBSWX, shared),
@@ -291,16 +328,27 @@ class Snapshot:
         """Return the snapshot with a layer (all for None) on a device, and what layers share once all are there."""
         if not self.buffers:
             return self
-        here = self.placement
-        home, there = self.home or here, here.without(layer, device)
+        here = there = self.placement
+        for part in self._moves_with(layer):
+            there = there.without(part, device)
+        home = self.home or here
         return replace(self.to(there, move), home=None if there == home else home)
 
     def brought_back(self, layer: int | None, move: Moves) -> Snapshot:
         """Return the snapshot with a layer (all for None), and what layers share, where it was before."""
         if self.home is None:
             return self
-        there = self.placement.back(layer, self.home)
+        there = self.placement
+        for part in self._moves_with(layer):
+            there = there.back(part, self.home)
         return replace(self.to(there, move), home=None if there == self.home else self.home)
+
+    def _moves_with(self, layer: int | None) -> tuple[int | None, ...]:
+        """Return what moves as a layer does: of a pair nothing with the lower one, and both with the deeper."""
+        for pair in self.pairs:
+            if layer in pair.layers:
+                return pair.layers if layer == pair.layers[1] else ()
+        return (layer,)
 
     def batch(self, index: Sequence[int]) -> Snapshot:
         """Return the snapshot with its batch rows selected, repeated or reordered; buffers are copied."""
@@ -320,6 +368,8 @@ class Snapshot:
             rows=tuple(rows.batch(on(rows.keys_BSCD.device)) for rows in self.rows),
             maps=tuple(part.batch(on(part.live_BMW.device)) for part in self.maps),
             ragged=tuple(layer.batch(index) for layer in self.ragged),
+            pairs=tuple(pair.batch(index) for pair in self.pairs),
+            pending=tuple(rows.batch(on(rows.device)) for rows in self.pending),
             tail=None if self.tail is None else self.tail.batch(on(self.tail.live_BMW.device)),
             counts=tuple(self.counts[i] for i in index) if self.counts else (),
             tail_counts=tuple(self.tail_counts[i] for i in index),

@@ -41,6 +41,13 @@ def encode(snapshot: Snapshot) -> tuple[dict[str, Any], Tensors]:
             tensors[f"layer.{layer}.pinned_keys"] = rows.pinned_keys_BSPD
     for layer, stored in enumerate(snapshot.ragged):
         tensors |= _ragged_tensors(f"layer.{layer}", stored, snapshot.tail_width)
+    pairs = []
+    for pair in snapshot.pairs:
+        from .pairs import encode_pair  # not imported where rows stay as they are
+
+        own, parts = encode_pair(pair, width)
+        pairs.append(own)
+        tensors |= parts
     for index, part in enumerate(snapshot.maps):
         tensors |= _map_tensors(f"map.{index}", part)
     if snapshot.tail is not None:
@@ -62,6 +69,7 @@ def encode(snapshot: Snapshot) -> tuple[dict[str, Any], Tensors]:
             {"lengths": list(s.map.lengths), "capacities": list(s.rows.capacities), "heads": s.rows.heads}
             for s in snapshot.ragged
         ],
+        "pairs": pairs,
         "maps_ordered": [part.ordered for part in snapshot.maps],
         "tail_ordered": None if snapshot.tail is None else snapshot.tail.ordered,
         "counts": list(snapshot.counts),
@@ -103,7 +111,11 @@ def decode(
     rows = tuple(_rows(pool, i, slots, layer_devices[i]) for i, slots in enumerate(facts["capacities"]))
     width = 0 if tail is None else tail.width
     ragged = tuple(_ragged(pool, i, fact, width, layer_devices[i]) for i, fact in enumerate(facts["ragged"]))
-    segment = facts["open_segment"]
+    segment, pairs = facts["open_segment"], []
+    for fact in facts.get("pairs", ()):
+        from .pairs import decode_pair
+
+        pairs.append(decode_pair(pool.take, fact, layer_devices))
     snapshot = Snapshot(
         generations=Generations(**facts["generations"]),
         frontier=Frontier(
@@ -116,6 +128,7 @@ def decode(
         rows=rows,
         maps=maps,
         ragged=ragged,
+        pairs=tuple(pairs),
         tail=tail,
         counts=tuple(facts["counts"]),
         tail_counts=tuple(facts["tail_counts"]),
@@ -254,6 +267,7 @@ def _check_shapes(snapshot: Snapshot) -> None:
     per_row += [snapshot.profile_tokens, snapshot.settled_tokens]
     sound = (
         (not snapshot.rows or len(snapshot.maps) in (1, len(snapshot.rows)))
+        and all(pair.keys.shared_BHCD.shape[0] == batch and pair.capacity >= width for pair in snapshot.pairs)
         and all(part.live_BMW.shape[0] == batch and part.map_heads in (1, heads) for part in parts)
         and len({part.width for part in snapshot.maps}) <= 1
         and all(rows.keys_BSCD.shape[:2] == (batch, heads) and rows.capacity >= width for rows in snapshot.rows)

@@ -8,6 +8,7 @@ from .allocation import (
     PyramidKVCache,
     ZigZagKVCache,
 )
+from .representation import MiniCache
 from .retention import (
     FullCache,
     H2OCache,
@@ -26,6 +27,7 @@ __all__ = [
     "H2OCache",
     "HeadKVCache",
     "KeyformerCache",
+    "MiniCache",
     "PyramidInferCache",
     "PyramidKVCache",
     "RandomCache",

@@ -1,4 +1,4 @@
-"""What a stored row is. Original rows so far: a key and a value as the checkpoint produced them."""
+"""What a stored row is. Original rows are a key and a value as the checkpoint produced them."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from hf_kvpolicy.contract import (
     ProtectedRule,
     QualityAndFallback,
     RecoverabilityContract,
+    ReplacementContract,
     RepresentationContract,
     SelectionContract,
     TensorContract,
@@ -40,6 +41,23 @@ def tensor_contract(**changes: Any) -> TensorContract:
         "q_to_kv_head_map": [0, 0, 1, 1],
     }
     return TensorContract(**{**fields, **changes})
+
+
+def replaced(**changes: Any) -> RepresentationContract:
+    """Both layers of the fixture in one store: a depth pair."""
+    pair = ReplacementContract(
+        representation_kind="merged_depth_pairs",
+        producer_layer_map=[[0, 1]],
+        consumer_layer_map=[0, 0],
+        side_metadata={"magnitudes": "float32", "exception_rows": "bfloat16", "exception_indices": "int32"},
+    )
+    fields: dict[str, Any] = {
+        "rows": "replacement_rows",
+        "semantic_class": "lossy_replacement",
+        "consumer_schema": "slerp_pair",
+        "replacement": pair,
+    }
+    return RepresentationContract(**{**fields, **changes})
 
 
 def selection_contract(**changes: Any) -> SelectionContract:

@@ -21,7 +21,7 @@ from hf_kvpolicy.contract import (
 )
 from hf_kvpolicy.errors import ManifestError
 
-from ._fixtures import manifest, selection_contract, tensor_contract
+from ._fixtures import manifest, replaced, selection_contract, tensor_contract
 
 FULL = RepresentationContract(semantic_class="full_cache_exact")
 RESIDENT = RecoverabilityContract(omitted="resident_visible")
@@ -141,11 +141,7 @@ def test_each_semantic_class_has_a_legal_form() -> None:
         recoverability_contract=RESIDENT,
         selection_contract=selection_contract(**UNBOUNDED),
     )
-    manifest(
-        representation_contract=RepresentationContract(
-            rows="replacement_rows", semantic_class="lossy_replacement", consumer_schema="slerp_pair"
-        )
-    )
+    manifest(representation_contract=replaced())
     manifest(
         recoverability_contract=RecoverabilityContract(omitted="recallable_nonresident", handoff_identity="host-tier")
     )

@@ -9,7 +9,6 @@ import torch
 
 from hf_kvpolicy.contract import (
     PackedKVView,
-    RepresentationContract,
     full_payload_bytes,
     materialize_subset_view,
     offset_bytes,
@@ -20,7 +19,7 @@ from hf_kvpolicy.contract import (
 )
 from hf_kvpolicy.errors import CapacityError, ConfigError, IntegrityError, ManifestError, SelectionError
 
-from ._fixtures import GENERATIONS, manifest, state, symbolic_source, tensor_contract, with_positions
+from ._fixtures import GENERATIONS, manifest, replaced, state, symbolic_source, tensor_contract, with_positions
 
 # bfloat16 cannot carry 1030..1033 exactly: symbolic values need float32, the byte ledger two-byte scalars.
 FLOAT32 = tensor_contract(key_dtype="float32", value_dtype="float32")
@@ -117,14 +116,9 @@ def test_a_source_that_contradicts_the_contract_is_refused() -> None:
         materialize_subset_view(m, state(m), keys.transpose(1, 2), values, generations=GENERATIONS)
     with pytest.raises(ManifestError, match="values have shape"):
         materialize_subset_view(m, state(m), keys, values[..., :7, :], generations=GENERATIONS)
-    replaced = manifest(
-        tensor_contract=FLOAT32,
-        representation_contract=RepresentationContract(
-            rows="replacement_rows", semantic_class="lossy_replacement", consumer_schema="mean"
-        ),
-    )
+    m = manifest(tensor_contract=FLOAT32, representation_contract=replaced())
     with pytest.raises(ManifestError, match="replacement_rows"):
-        materialize_subset_view(replaced, state(replaced), keys, values, generations=GENERATIONS)
+        materialize_subset_view(m, state(m), keys, values, generations=GENERATIONS)
 
 
 def test_an_owner_without_rows_is_an_empty_slice() -> None:

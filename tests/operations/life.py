@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import PRUNING, forward, policy_units, prompt, tiny
+from merged import MergedOracle
 from oracle import MAX_HELD_BACK, Oracle
 from pruned import PrunedOracle
 
@@ -45,6 +46,8 @@ MIXES: list[tuple[str, dict[str, Any]]] = [
     ),
     ("pyramidinfer", {"budget": 9, "decay": 0.7, "decode_block": 3, "on_append": "append", "group": "max"}),
     ("pyramidinfer", {"decay": 1.0, "decode_block": 3, "decode_ratio": 0.5, "chunked_prefill": "bounded"}),
+    ("minicache", {"start_layer": 0, "retention": 0.0}),
+    ("minicache", {"start_layer": 0, "retention": 1.0, "interpolation": 0.0}),
 ]
 
 
@@ -57,6 +60,8 @@ CASES = [
     *(case for case in policy_units() if not _is_double(*case)),
     *MIXES,
 ]
+
+ORACLES = {"minicache": MergedOracle}
 
 # Per operation: how often it is drawn against the others, and the range of its number.
 OPERATIONS: dict[str, tuple[int, int, int]] = {
@@ -78,7 +83,10 @@ class Life:
     def __init__(self, case: Any, family: str) -> None:
         self.model = tiny(family)
         cache = kv.make_cache(case[0], self.model, **case[1])
-        self.lanes = [(cache, (PrunedOracle if case[0] in PRUNING else Oracle).of(cache))]
+        oracle = (PrunedOracle if case[0] in PRUNING else ORACLES.get(case[0], Oracle)).of(cache)
+        if isinstance(oracle, MergedOracle):
+            oracle.merges_none = cache.composition.representation.merges_none
+        self.lanes = [(cache, oracle)]
         self.seed = 0
 
     def apply(self, operation: str, number: Any, lane: int) -> None:

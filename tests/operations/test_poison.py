@@ -32,6 +32,8 @@ def poison(cache: Any) -> int:
     if snapshots[-1].ragged:
         # The published rows of a waiting forward lie in the same buffers, or in ones that are no longer read.
         return poison_ragged(snapshots[-1])
+    if snapshots[0].pairs:
+        inside += poison_pairs(snapshots)
     for layer in range(len(snapshots[-1].rows)):
         for snapshot in snapshots:
             if not snapshot.rows:
@@ -49,6 +51,26 @@ def poison(cache: Any) -> int:
                 part = buffer[:, :, :width]
                 part.copy_(torch.where(dead[..., None], sign, part))
     return inside
+
+
+def poison_pairs(snapshots: list[Any]) -> int:
+    """As `poison`: slots of merged rows, entries of the logs of exceptions, and rows that wait to be merged."""
+    published, last = snapshots[0], snapshots[-1]
+    # What waits is not merged yet, and its pairs are those that are published.
+    width = published.width if last.pending else last.width
+    dead = ~last.full_map(0).live_BMW
+    for pair in last.pairs:
+        for store in (pair.keys, pair.values):
+            store.shared_BHCD[:, :, width:] = store.magnitudes_2BHC[..., width:] = float("nan")
+            store.index_E[store.exceptions :] = -1
+            store.rows_2ED[:, store.exceptions :] = float("nan")
+            here = dead[:, :, :width].expand(-1, store.shared_BHCD.shape[1], -1)
+            store.shared_BHCD[:, :, :width][here] = 1e30
+            store.magnitudes_2BHC[:, :, :, :width][here.expand(2, -1, -1, -1)] = 1.0
+    for rows in last.pending:
+        for buffer in (rows.keys_BSCD, rows.values_BSCD):
+            buffer[dead[:, :, width:].expand(-1, buffer.shape[1], -1)] = 1e30
+    return int(dead.sum())
 
 
 def poison_ragged(snapshot: Any) -> int:

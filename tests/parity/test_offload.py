@@ -208,6 +208,8 @@ def test_layers_leave_one_by_one(case: Any) -> None:
     session = Session(case)
     _decoded(session)
     cache, snapshot = session.cache, session.cache._runtime.snapshot
+    if snapshot.pairs:
+        pytest.skip("a pair of layers leaves with the deeper one; tests/spec/test_minicache.py")
     rows = {id(tensor) for layer in snapshot.buffers for tensor in layer.tensors()}
     shared = sum(id(tensor) not in rows for tensor in _tensors(snapshot))
     cache.layers[0].offload()
@@ -238,7 +240,9 @@ def test_copies_of_what_is_away_are_away(case: Any, moment: str) -> None:
     assert {t.device for t in tensors(twin)} == {META}
     assert [s.home for s in snapshots(twin)] == [s.home for s in snapshots(cache)]
     with cache.branch():
-        cache.reorder_cache(torch.tensor([0, 0]))
+        # Whose the exceptions of merged rows are is read where they lie; the stand-in device has no numbers.
+        if not snapshots(cache)[0].pairs:
+            cache.reorder_cache(torch.tensor([0, 0]))
         assert {t.device for t in tensors(cache)} == {META}
     assert {t.device for t in tensors(cache)} == {META}
     cache.prefetch()

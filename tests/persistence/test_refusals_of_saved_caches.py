@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import forward, prompt, tiny
+from helpers import forward, has_budget, prompt, small_options, tiny
 from safetensors.torch import load_file, save_file
 
 import hf_kvpolicy as kv
@@ -174,10 +174,32 @@ def test_the_same_weights_elsewhere(saved: Any, tmp_path: Path) -> None:
     assert loaded.manifest == cache.manifest
 
 
-@pytest.mark.parametrize("name", ["full", "snapkv", "streaming_llm"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda pair: pair.update(slots=3),
+        lambda pair: pair.update(keys_entries=0),
+        lambda pair: pair.update(layers=[1, 2]),
+        lambda pair: pair.pop("values_entries"),
+    ],
+)
+def test_stores_of_layer_pairs_that_contradict_their_record(change: Any, tmp_path: Path) -> None:
+    model, place = tiny("llama"), tmp_path / "cache"
+    cache = kv.MiniCache(model, start_layer=0, retention=0.5)
+    with torch.no_grad():
+        forward(model, prompt(14, 1), cache)
+    cache.save_pretrained(place)
+    kv.load_cache(place, model)
+    kv.detach(model)
+    rewritten(place, lambda record: change(record["snapshot"]["pairs"][0]))
+    with pytest.raises(kv.IntegrityError):
+        kv.load_cache(place, model)
+
+
+@pytest.mark.parametrize("name", ["full", "snapkv", "streaming_llm", "minicache"])
 def test_waiting_tokens_are_not_accepted_by_saving(name: str, tmp_path: Path) -> None:
     model = tiny("llama")
-    cache = kv.make_cache(name, model, **({} if name == "full" else {"budget": 40}))
+    cache = kv.make_cache(name, model, **(small_options(name) | ({"budget": 40} if has_budget(name) else {})))
     forward(model, prompt(9, 1), cache)
     cache.activate_past_recording()
     forward(model, prompt(3, 2), cache)
