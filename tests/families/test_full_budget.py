@@ -14,7 +14,7 @@ from torch import Tensor
 from ._table import FAMILIES, MIXED, tiny
 
 TOTAL = 64
-POLICIES = ("snapkv",) if BRIEF else ("snapkv", "streaming_llm", "adakv")
+POLICIES = ("snapkv",) if BRIEF else ("snapkv", "streaming_llm", "adakv", "minicache")
 LENGTHS = (19, 4, 11)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*two prompt segments follow:UserWarning")
