@@ -18,6 +18,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 import pytest
 import torch
+from proofs import CapabilityRecorder
 
 # What transformers writes when a call of ours has a limited life.
 DEPRECATION_WORDS = ("deprecated", "will be removed", "is going to be removed")
@@ -36,8 +37,16 @@ class DeprecationRecorder(logging.Handler):
             self.messages.append(message)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--capabilities", type=Path, metavar="FILE", help="write what the marked tests proved to this file"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "allow_deprecated: may use what transformers deprecates, on purpose")
+    if config.option.capabilities:
+        config.pluginmanager.register(CapabilityRecorder(config.option.capabilities))
     torch.set_num_threads(1)
 
 

@@ -20,6 +20,8 @@ from hf_kvpolicy.registry import policy_class
 VOCAB = 97
 # On the oldest transformers only what meets its seams is repeated: two families, each policy with its first unit.
 BRIEF = os.environ.get("KVPOLICY_TEST_BRIEF") == "1"
+# Every policy on every family, where otherwise some policies stand for the others.
+FULL = os.environ.get("KVPOLICY_TEST_FULL") == "1"
 FAMILIES = ("llama", "mistral_window") if BRIEF else ("llama", "llama_head_dim", "mistral", "mistral_window")
 BACKENDS = ("sdpa", "eager")
 UNITS = ("head", "layer", "token")
@@ -79,6 +81,18 @@ def small_options(name: str) -> dict[str, Any]:
 def has_budget(name: str) -> bool:
     """Whether a policy chooses rows under a budget."""
     return "budget" in policy_options(name)
+
+
+def options_for(model: Any, policy: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return a policy's options for this model: importances by layer and KV head where it takes them."""
+    if policy != "headkv":
+        return options
+    geometry = kv.FullCache(model).geometry
+    table = [
+        [float((3 * layer + 2 * head) % 5) for head in range(geometry.num_kv_heads)]
+        for layer in range(geometry.num_layers)
+    ]
+    return options | {"profile": table}
 
 
 def only_budget(name: str) -> dict[str, Any]:

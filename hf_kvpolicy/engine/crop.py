@@ -48,6 +48,7 @@ def cropped(snapshot: Snapshot, removed: int) -> Snapshot:
     if tail is not None and from_tail:
         tail = tail.first(tail.width - from_tail)
     if removed > from_tail:
+        ragged = snapshot.packed().ragged
         maps = tuple(part.before_column(frontier.columns) for part in maps)
         ragged = tuple(replace(layer, map=layer.map.before_column(frontier.columns)) for layer in ragged)
     scores = snapshot.scores_LBSWX

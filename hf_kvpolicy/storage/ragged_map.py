@@ -150,7 +150,7 @@ class RaggedMap:
 
     def before_column(self, column: int) -> RaggedMap:
         """Return an ordered map without rows at or after a column (each owner's last ones, since rows ascend)."""
-        assert not self.is_open, "rows whose queries were counted are never taken back"
+        assert not self.is_open, "rows are packed before any is taken back"
         stays = self.columns_P < column
         lengths = [int(part.sum()) for part in torch.split(stays, list(self.lengths))]
         return self._taken(stays.nonzero()[:, 0], lengths, None)

@@ -42,8 +42,8 @@ class FakeCache(DynamicCache):
         DynamicCache.__init__(self)
 
     @property
-    def num_layers(self) -> int:
-        return len(self.layers)
+    def policy_layers(self) -> tuple[int, ...]:
+        return tuple(range(len(self.layers)))
 
     def finish_prefill(self) -> None:
         for layer in self.layers:

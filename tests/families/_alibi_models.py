@@ -68,17 +68,3 @@ def attached(name: str, backend: str = "sdpa", *, layers: int = 2) -> Any:
     import hf_kvpolicy as kv
 
     return kv.attach(model_of(name, backend, layers=layers), backend=backend)
-
-
-def options_for(model: Any, policy: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return a policy's options for this model: importances by layer and KV head where it takes them."""
-    if policy != "headkv":
-        return options
-    import hf_kvpolicy as kv
-
-    geometry = kv.FullCache(model).geometry
-    table = [
-        [float((3 * layer + 2 * head) % 5) for head in range(geometry.num_kv_heads)]
-        for layer in range(geometry.num_layers)
-    ]
-    return options | {"profile": table}

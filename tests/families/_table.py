@@ -57,6 +57,7 @@ FAMILIES: dict[str, Family] = {
         "Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW_TOKENS, "max_window_layers": 2}
     ),
     "qwen2-yarn": Family("Qwen2", {"rope_parameters": _YARN}),
+    "qwen2_moe": Family("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 24}),
     "qwen3": Family("Qwen3", {"head_dim": 12}),
     "qwen3_moe": Family("Qwen3Moe", {"head_dim": 12, **_EXPERTS}),
     "mixtral-window": Family("Mixtral", {"sliding_window": WINDOW_TOKENS, "num_local_experts": 2}),
@@ -64,6 +65,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family("SmolLM3", {"no_rope_layers": [1, 0, 1, 0]}),
     "phi3-partial": Family("Phi3", {"rope_parameters": _PARTIAL}),
     "gpt_neox": Family("GPTNeoX", {"num_key_value_heads": None, "rope_parameters": _PARTIAL}),
+    "glm": Family("Glm", {"head_dim": 12, "rope_parameters": _PARTIAL}),
     "glm4": Family("Glm4", {"head_dim": 12, "rope_parameters": _PARTIAL}),
     "gemma2": Family(
         "Gemma2",
@@ -115,6 +117,8 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 MIXED = ("qwen2-mixed", "gemma2", "gemma3", "gpt_oss")
+# Where a policy that drops tokens between layers is refused.
+NOT_PRUNED = (*MIXED, "gpt2")
 
 
 def require(name: str) -> Family:

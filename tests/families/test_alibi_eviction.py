@@ -6,16 +6,28 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import drops_tokens, forward, generate, kept_positions, policies, policy_units, prompt, small_options
+from helpers import (
+    FULL,
+    drops_tokens,
+    forward,
+    generate,
+    has_budget,
+    kept_positions,
+    options_for,
+    policies,
+    policy_units,
+    prompt,
+    small_options,
+)
 
 import hf_kvpolicy as kv
 
-from ._alibi_models import KINDS, MODELS, attached, backends_of, options_for
+from ._alibi_models import KINDS, MODELS, attached, backends_of
 from ._plain_decoder import PlainDecoder
 
 ATOL = 2e-5
 # Policies that let rows go; one that merges layers keeps every token.
-DROPPING = [name for name in policies(lossy=True) if name != "minicache"]
+DROPPING = [name for name in policies(lossy=True) if has_budget(name)]
 # (tokens of each forward): a prompt, an answer, a second turn, an answer.
 FORWARDS = (17, 1, 1, 1, 1, 4, 1, 1)
 
@@ -39,6 +51,7 @@ def follows_the_plain_decoder(model: Any, policy: str, options: dict[str, Any]) 
     cache.check_integrity()
 
 
+@pytest.mark.proves("logits", family="mpt_6_heads")
 @pytest.mark.parametrize(
     ("policy", "options"),
     [unit for unit in policy_units() if unit[0] in DROPPING],
@@ -48,12 +61,20 @@ def test_every_policy_on_mpt(policy: str, options: dict[str, Any]) -> None:
     follows_the_plain_decoder(attached("mpt_6_heads"), policy, options)
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "streaming_llm", "adakv", "h2o"])
+@pytest.mark.proves("logits")
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(policy, marks=pytest.mark.proves("cache_local") if policy == "streaming_llm" else ())
+        for policy in (policies(lossy=True) if FULL else ("snapkv", "streaming_llm", "adakv", "h2o"))
+    ],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_family(name: str, policy: str) -> None:
     follows_the_plain_decoder(attached(name), policy, small_options(policy))
 
 
+@pytest.mark.proves("logits")
 @pytest.mark.parametrize("policy", ["pyramidinfer", "fastgen", "keyformer"])
 @pytest.mark.parametrize("name", KINDS[1:])
 def test_policies_with_steps_of_their_own(name: str, policy: str) -> None:

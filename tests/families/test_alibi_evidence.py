@@ -6,13 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same_content, forward, kept_positions, left_padded, policies, prompt, small_options
+from helpers import (
+    FULL,
+    assert_same_content,
+    forward,
+    kept_positions,
+    left_padded,
+    options_for,
+    policies,
+    prompt,
+    small_options,
+)
 from reference.snapkv import pool
 from torch import Tensor
 
 import hf_kvpolicy as kv
 
-from ._alibi_models import KINDS, MODELS, attached, backends_of, model_of, options_for
+from ._alibi_models import KINDS, MODELS, attached, backends_of, model_of
 from ._plain_decoder import PlainDecoder
 
 LENGTHS = (14, 1, 1, 1)
@@ -32,6 +42,7 @@ def own_attention(name: str, ids: Tensor) -> list[Tensor]:
     return found
 
 
+@pytest.mark.proves("evidence", policy="h2o")
 @pytest.mark.parametrize(("name", "backend"), [(name, backend) for name in MODELS for backend in backends_of(name)])
 def test_h2o_sums_the_models_attention(name: str, backend: str) -> None:
     model, ids = attached(name, backend), prompt(sum(LENGTHS))
@@ -61,6 +72,7 @@ def test_h2o_adds_decode_tokens(name: str) -> None:
         torch.testing.assert_close(scores, received, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.proves("evidence", policy="snapkv")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mode", ["whole", "held", "ragged", "waiting"])
 def test_snapkv_votes_with_the_models_attention(name: str, mode: str) -> None:
@@ -89,8 +101,9 @@ def test_snapkv_votes_with_the_models_attention(name: str, mode: str) -> None:
             assert kept[-window:].tolist() == [20, 21, 22]
 
 
+@pytest.mark.proves("padded")
 @pytest.mark.parametrize("policy", policies(lossy=True))
-@pytest.mark.parametrize("name", KINDS[:1])
+@pytest.mark.parametrize("name", KINDS if FULL else KINDS[:1])
 def test_padded_equals_solo(name: str, policy: str) -> None:
     model = attached(name)
     options = options_for(model, policy, small_options(policy))
@@ -116,6 +129,7 @@ def _run(model: Any, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
     return torch.stack(seen, dim=1)
 
 
+@pytest.mark.proves("recorded")
 @pytest.mark.parametrize("policy", ["snapkv", "h2o", "keyformer", "streaming_llm", "adakv", "fastgen"])
 @pytest.mark.parametrize("name", KINDS)
 def test_rejected_tokens_leave_nothing(name: str, policy: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import dynamic_cache, forward, generate, greedy_loop, left_padded, neutral_cache, policies, prompt
+from helpers import FULL, dynamic_cache, forward, generate, greedy_loop, left_padded, neutral_cache, policies, prompt
 
 import hf_kvpolicy as kv
 
@@ -34,6 +34,7 @@ def padded_turns(model: Any, cache: Any) -> torch.Tensor:
     return torch.cat(seen)
 
 
+@pytest.mark.proves("parity_padded", "parity_beams", "parity_turns", "parity_chunked", policy="full")
 @pytest.mark.parametrize(("name", "backend"), RUNS)
 def test_greedy_padded_beams_turns_and_chunks(name: str, backend: str) -> None:
     stock, model = model_of(name, backend), attached(name, backend)
@@ -52,12 +53,13 @@ def test_greedy_padded_beams_turns_and_chunks(name: str, backend: str) -> None:
         close(torch.cat([forward(model, part, cache) for part in ids[:1].split(8, dim=1)], dim=1), whole)
 
 
+@pytest.mark.proves("parity_padded")
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
         (name, policy)
         for name in KINDS
-        for policy in (policies(lossy=True) if name.startswith("mpt") else ("snapkv", "streaming_llm", "adakv"))
+        for policy in (policies(lossy=True) if FULL or name.startswith("mpt") else ("snapkv", "streaming_llm", "adakv"))
     ],
 )
 def test_policies_at_neutral_options(name: str, policy: str) -> None:
@@ -69,6 +71,7 @@ def test_policies_at_neutral_options(name: str, policy: str) -> None:
     close(given[1], wanted[1])
 
 
+@pytest.mark.proves("parity_assisted", policy="full")
 @pytest.mark.parametrize("name", KINDS)
 def test_prompt_lookup(name: str) -> None:
     stock, model = model_of(name), attached(name)

@@ -6,14 +6,26 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import CACHE, dynamic_cache, forward, left_padded, neutral_cache, prompt
+from helpers import (
+    CACHE,
+    FULL,
+    PRUNING,
+    dynamic_cache,
+    forward,
+    left_padded,
+    neutral_cache,
+    options_for,
+    policies,
+    prompt,
+    small_options,
+)
 from torch import Tensor
 
 import hf_kvpolicy as kv
 from hf_kvpolicy.evidence import LayerObservation, WindowVotes
 
 from ._reference import MaskedReference, SlotReference
-from ._table import FAMILIES, MIXED, tiny
+from ._table import FAMILIES, NOT_PRUNED, tiny
 
 LENGTHS = (21, 13)
 STEPS = 6
@@ -22,6 +34,9 @@ POLICIES: dict[str, dict[str, Any]] = {
     "streaming_llm": {"budget": 7, "sinks": 2, "positions": "original"},
     "adakv": {"budget": 8, "window": 3, "kernel_size": 3, "alpha": 0.5},
 }
+if FULL:
+    # What drops tokens between layers has a test of its own below.
+    POLICIES = {name: small_options(name) for name in policies(lossy=True) if name not in PRUNING} | POLICIES
 
 
 def _kept_columns(cache: Any, pads: list[int]) -> dict[int, list[list[list[int]]]]:
@@ -34,11 +49,12 @@ def _kept_columns(cache: Any, pads: list[int]) -> dict[int, list[list[list[int]]
     }
 
 
+@pytest.mark.proves("logits")
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_dense_attention_over_the_kept_rows(family: str, name: str) -> None:
     model, reference = tiny(family), MaskedReference(tiny(family, "eager"))
-    cache = kv.make_cache(name, model, **POLICIES[name])
+    cache = kv.make_cache(name, model, **options_for(model, name, POLICIES[name]))
     ids, mask = left_padded([prompt(n, seed=n) for n in LENGTHS])
     pads = [ids.shape[1] - n for n in LENGTHS]
     more = prompt(STEPS, seed=40, rows=len(LENGTHS))
@@ -74,6 +90,7 @@ def votes(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return found
 
 
+@pytest.mark.proves("evidence", policy="snapkv")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_evidence_equals_eager_attention(family: str, votes: list[Tensor]) -> None:
     window, heads = 3, 4
@@ -92,6 +109,7 @@ def test_evidence_equals_eager_attention(family: str, votes: list[Tensor]) -> No
             torch.testing.assert_close(found[row, :, -length:], wanted[row, :, -length:], atol=1e-5, rtol=0)
 
 
+@pytest.mark.proves("evidence", policy="h2o")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_carried_scores_equal_sums_of_eager_attention(family: str) -> None:
     """A prompt's queries are taken in blocks, a decode token's with the softmax of its output: both enter the sums."""
@@ -108,7 +126,8 @@ def test_carried_scores_equal_sums_of_eager_attention(family: str) -> None:
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in (*MIXED, "gpt2")])
+@pytest.mark.proves("logits", policy="pyramidinfer")
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in NOT_PRUNED])
 def test_tokens_dropped_between_layers_equal_dense_attention_without_them(family: str) -> None:
     model, reference = tiny(family), MaskedReference(tiny(family, "eager"))
     cache = kv.PyramidInferCache(model, decay=0.6, sinks=2, min_context=2)
@@ -122,6 +141,7 @@ def test_tokens_dropped_between_layers_equal_dense_attention_without_them(family
     assert int(cache.stored_rows(3).max()) < int(cache.stored_rows(1).max()) < 24
 
 
+@pytest.mark.proves("cache_local", policy="streaming_llm")
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.moves_keys])
 def test_cache_local_positions_equal_keys_rotated_by_slot(family: str) -> None:
     model, budget, sinks = tiny(family), 9, 3
@@ -137,6 +157,7 @@ def test_cache_local_positions_equal_keys_rotated_by_slot(family: str) -> None:
     cache.check_integrity()
 
 
+@pytest.mark.proves("cache_local", policy="streaming_llm", refused=True)
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if not family.moves_keys])
 def test_learned_positions_are_not_moved(family: str) -> None:
     model = tiny(family)

@@ -8,13 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import BRIEF, CACHE, dynamic_cache, generate, left_padded, neutral_cache, prompt
+from helpers import (
+    BRIEF,
+    CACHE,
+    FULL,
+    PRUNING,
+    dynamic_cache,
+    generate,
+    left_padded,
+    neutral_cache,
+    policies,
+    prompt,
+)
 from torch import Tensor
 
-from ._table import FAMILIES, MIXED, tiny
+from ._table import FAMILIES, MIXED, NOT_PRUNED, tiny
 
 TOTAL = 64
-POLICIES = ("snapkv",) if BRIEF else ("snapkv", "streaming_llm", "adakv", "minicache")
+POLICIES = policies() if FULL else ("snapkv",) if BRIEF else ("snapkv", "streaming_llm", "adakv", "minicache")
 LENGTHS = (19, 4, 11)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*two prompt segments follow:UserWarning")
@@ -64,10 +75,22 @@ def _stock(family: str, drive: str) -> tuple[Tensor, Tensor, list[Any]]:
     return ids, logits, [(layer.keys, layer.values, layer.get_seq_length()) for layer in cache.layers]
 
 
-@pytest.mark.parametrize("drive", DRIVES)
+PROVES = {
+    "padded": ("parity_padded",),
+    "beams": ("parity_beams", "parity_padded"),
+    "chunked": ("parity_chunked",),
+    "turns": ("parity_turns",),
+}
+
+
+@pytest.mark.parametrize(
+    "drive", [pytest.param(drive, marks=pytest.mark.proves(*PROVES[drive]), id=drive) for drive in DRIVES]
+)
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_transformers_own_cache(family: str, name: str, drive: str) -> None:
+    if name in PRUNING and family in NOT_PRUNED:
+        pytest.skip("refused; test_refusals.py, test_mixed_layers.py")
     model = tiny(family)
     options: dict[str, Any] = {}
     if name == "streaming_llm":

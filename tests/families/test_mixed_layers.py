@@ -21,7 +21,7 @@ from helpers import (
 import hf_kvpolicy as kv
 from hf_kvpolicy.replay import capture_prompt, replay_prompt
 
-from ._table import WINDOW_TOKENS, tiny
+from ._table import MIXED, WINDOW_TOKENS, tiny
 
 # Sliding layers come first and last in one, last in the other: a forward ends with a layer of either kind.
 FAMILIES = ("gemma2", "qwen2-mixed")
@@ -91,6 +91,7 @@ class Died(Exception):
     """Raised on purpose inside a forward."""
 
 
+@pytest.mark.proves("failures", policy="snapkv")
 @pytest.mark.parametrize("layer", [0, 1, 2, 3])
 @pytest.mark.parametrize("length", [1, 5])
 def test_a_forward_that_dies_leaves_no_trace(family: str, layer: int, length: int) -> None:
@@ -195,6 +196,7 @@ def test_taking_back_what_a_window_has_let_go_of_is_refused(family: str) -> None
     cache.check_integrity()
 
 
+@pytest.mark.proves("parity_assisted", policy="snapkv")
 @pytest.mark.allow_deprecated  # transformers' own candidate generator passes a generation_config and arguments
 def test_prompt_lookup(family: str) -> None:
     ids = torch.cat([prompt(9), prompt(9)], dim=1)
@@ -242,6 +244,7 @@ def test_bytes_of_sliding_layers_are_charged(family: str) -> None:
     assert ledger.payload_rows == 2 * 2 * 13
 
 
+@pytest.mark.proves("saved", policy="snapkv")
 @pytest.mark.parametrize("fed", [4, 20])
 def test_saved_and_loaded(family: str, fed: int, tmp_path: Path) -> None:
     model = tiny(family)
@@ -267,6 +270,7 @@ def test_a_held_prompt_with_sinks_or_caps_is_saved(tmp_path: Path) -> None:
     assert_same_content(loaded, cache, atol=0)
 
 
+@pytest.mark.proves("offloaded", policy="snapkv")
 def test_offloading_moves_the_policys_layers(family: str) -> None:
     model = tiny(family)
     cache, stays = (kv.SnapKVCache(model, **SMALL) for _ in range(2))
@@ -277,6 +281,8 @@ def test_offloading_moves_the_policys_layers(family: str) -> None:
     assert torch.equal(generate(model, prompt(30), cache), generate(model, prompt(30), stays))
 
 
+@pytest.mark.proves("any", policy="pyramidinfer", refused=True)
+@pytest.mark.parametrize("family", MIXED)
 def test_a_policy_that_drops_tokens_between_layers_is_refused(family: str) -> None:
     with pytest.raises(kv.UnsupportedModelError, match="pyramidinfer drops tokens between layers"):
         kv.PyramidInferCache(tiny(family), budget=8)

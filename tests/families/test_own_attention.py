@@ -14,6 +14,7 @@ import torch
 from helpers import (
     CACHE,
     assert_same_content,
+    case_id,
     dynamic_cache,
     forward,
     generate,
@@ -176,12 +177,18 @@ def test_falcon_stores_kv_heads_once(name: str) -> None:
     cache.check_integrity()
 
 
+SAVED: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in ("snapkv", "streaming_llm", "adakv")),
+    ("snapkv", {"chunked_prefill": "hold"}),
+]
+
+
+@pytest.mark.proves("saved")
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("policy", ["snapkv", "streaming_llm", "adakv", "held"])
-def test_saved_caches_go_on(name: str, policy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", SAVED, ids=case_id)
+def test_saved_caches_go_on(name: str, case: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
     model, ids = attached(name), prompt(24)
-    held = {"chunked_prefill": "hold"} if policy == "held" else {}
-    policy = "snapkv" if held else policy
+    policy, held = case
     cache = kv.make_cache(policy, model, **small_options(policy), **held)
     with torch.no_grad():
         for part in ids[:, :22].split([10, 12] if held else [20, 1, 1], dim=1):

@@ -78,6 +78,9 @@ def test_a_backend_that_would_ignore_caps_or_sinks(family: str) -> None:
     assert cache.get_seq_length() == 9
 
 
+@pytest.mark.proves("any", policy="pyramidinfer", family="gpt2", refused=True)
+@pytest.mark.proves("cache_local", policy="streaming_llm", family="opt", refused=True)
+@pytest.mark.proves("cache_local", policy="streaming_llm", family="gpt2", refused=True)
 def test_what_a_family_gives_up_is_named() -> None:
     with pytest.raises(kv.UnsupportedModelError, match="returns as many positions as it was given"):
         kv.PyramidInferCache(tiny("gpt2"), budget=8)

@@ -20,6 +20,7 @@ def assert_same(found: dict[str, Any], before: dict[str, Any]) -> None:
         assert equal, name
 
 
+@pytest.mark.proves("branched", family="llama")
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_questions_start_from_the_same_state(case: tuple[str, dict[str, Any]]) -> None:
     """Each question equals the question asked of a fork, and the context is left as it was, bit for bit."""

@@ -74,6 +74,7 @@ def same(name: str, pair: tuple[Any, Any], ids: Tensor, new: int = 6, options: A
     return cache
 
 
+@pytest.mark.proves("parity")
 def test_one_prompt(name: str, pair: tuple[Any, Any]) -> None:
     cache = same(name, pair, prompt(19))
     assert cache.get_seq_length() == 19 + 5
@@ -97,16 +98,19 @@ def test_prompt_of_one_token(name: str, pair: tuple[Any, Any]) -> None:
     same(name, pair, prompt(1))
 
 
+@pytest.mark.proves("parity_padded")
 def test_left_padded_batch(name: str, pair: tuple[Any, Any]) -> None:
     ids, mask = left_padded([prompt(n, seed=n) for n in LENGTHS])
     same(name, pair, ids, attention_mask=mask)
 
 
+@pytest.mark.proves("parity_beams", "parity_padded")
 def test_beams_over_a_left_padded_batch(name: str, pair: tuple[Any, Any]) -> None:
     ids, mask = left_padded([prompt(n, seed=n) for n in LENGTHS])
     same(name, pair, ids, attention_mask=mask, num_beams=4, num_return_sequences=2)
 
 
+@pytest.mark.proves("parity_sampling")
 def test_sampling(name: str, pair: tuple[Any, Any]) -> None:
     same(name, pair, prompt(19), do_sample=True, temperature=1.5, top_k=0, num_return_sequences=3)
 
@@ -118,6 +122,7 @@ def test_rows_that_finish_early(name: str, pair: tuple[Any, Any]) -> None:
     same(name, pair, ids, attention_mask=mask, eos_token_id=int(first[1, -1]), pad_token_id=0)
 
 
+@pytest.mark.proves("parity_chunked")
 @pytest.mark.parametrize("chunked", CHUNKED)
 @pytest.mark.parametrize("padded", [False, True], ids=["solo", "padded"])
 def test_chunked_prefill(name: str, pair: tuple[Any, Any], chunked: str | None, padded: bool) -> None:
@@ -135,6 +140,7 @@ def test_chunked_prefill_whose_first_chunk_is_all_padding(name: str, pair: tuple
     same(name, pair, ids, attention_mask=mask, prefill_chunk_size=5)
 
 
+@pytest.mark.proves("parity_turns", "parity_padded")
 def test_two_turns(name: str, pair: tuple[Any, Any]) -> None:
     ids, mask = left_padded([prompt(n, seed=n) for n in LENGTHS])
     answers = []
@@ -231,6 +237,7 @@ def test_cache_given_positionally(name: str) -> None:
     assert cache.get_seq_length() == 9
 
 
+@pytest.mark.proves("parity_assisted")
 @pytest.mark.allow_deprecated  # transformers' own candidate generator passes a generation_config and arguments
 @pytest.mark.parametrize("kind", ["assistant", "prompt_lookup"])
 @pytest.mark.parametrize("family", FAMILIES)

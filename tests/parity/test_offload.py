@@ -164,6 +164,7 @@ def test_every_tensor_moves(case: Any, moment: str) -> None:
         assert {t.device for t in after} == {META}
 
 
+@pytest.mark.proves("offloaded", family="llama")
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("case", CASES, ids=case_id)

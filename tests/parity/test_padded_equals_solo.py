@@ -56,6 +56,7 @@ def assert_row_equals(batched: Any, row: int, solo: Any) -> None:
             torch.testing.assert_close(left[f"{kind} {layer} {row} {head}"], value, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.proves("padded")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generate(case: tuple[str, dict[str, Any]], family: str) -> None:
     model = tiny(family)
@@ -71,6 +72,7 @@ def test_generate(case: tuple[str, dict[str, Any]], family: str) -> None:
         assert_row_equals(batched, row, solo)
 
 
+@pytest.mark.proves("padded", "chunked", "turns", family="llama")
 @pytest.mark.parametrize("chunked", [None, "hold", "bounded"])
 def test_chunked_prefill_and_turns(case: tuple[str, dict[str, Any]], chunked: str | None) -> None:
     """Pieces of a padded batch; where the solo row has no column in a piece, it is not fed at all."""
@@ -146,6 +148,7 @@ def test_finished_rows_keep_receiving_pads(case: tuple[str, dict[str, Any]]) -> 
         assert_row_equals(batched, row, solo)
 
 
+@pytest.mark.proves("padded", "turns", family="llama")
 def test_a_turn_after_some_rows_finished(case: tuple[str, dict[str, Any]]) -> None:
     """A second prompt segment over rows with pads in the middle of their history."""
     model = tiny("llama")
@@ -236,6 +239,7 @@ def test_ratio_budgets_are_resolved_per_row(case: tuple[str, dict[str, Any]], ra
         assert_row_equals(batched, row, solo)
 
 
+@pytest.mark.proves("padded", "beams", family="llama")
 def test_beams_of_a_padded_batch(case: tuple[str, dict[str, Any]]) -> None:
     model = tiny("llama")
     prompts = [prompt(n, seed=n) for n in (40, 2, 17)]

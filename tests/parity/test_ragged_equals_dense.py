@@ -28,6 +28,7 @@ def pair(case: tuple[str, dict[str, Any]], model: Any) -> tuple[Any, Any]:
     return dense, kv.PolicyCache(model, replace(dense.composition, storage="ragged"))
 
 
+@pytest.mark.proves("ragged")
 @pytest.mark.filterwarnings("ignore:.*two prompt segments follow.*")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -60,13 +61,16 @@ def test_the_same_rows_and_logits(case: Any, family: str, backend: str) -> None:
     assert caches[1].ledger().payload_bytes == caches[0].ledger().payload_bytes
 
 
+REFUSED = pytest.mark.proves("ragged", family="llama", refused=True)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "word"),
     [
         ("snapkv", {"budget": 8, "window": 3, "unit": "token"}, "unit='token'"),
-        ("sliding_window", {"budget": 8}, "position-only"),
-        ("streaming_llm", {"budget": 8}, "cache-local"),
-        ("h2o", {"budget": 8}, "carried scores"),
+        pytest.param("sliding_window", {"budget": 8}, "position-only", marks=REFUSED),
+        pytest.param("streaming_llm", {"budget": 8}, "cache-local", marks=REFUSED),
+        pytest.param("h2o", {"budget": 8}, "carried scores", marks=REFUSED),
     ],
 )
 def test_what_ragged_storage_cannot_hold_is_refused(name: str, options: dict[str, Any], word: str) -> None:

@@ -87,6 +87,7 @@ def assert_same_future(left: Batch, right: Batch) -> None:
     assert_same_content(left.cache, right.cache, atol=2e-5)
 
 
+@pytest.mark.proves("recorded")
 @pytest.mark.parametrize("rejected", REJECTED)
 @pytest.mark.parametrize("family", ["llama_head_dim", "mistral_window"])
 def test_waiting_prompt(case: tuple[str, dict[str, Any]], family: str, rejected: int) -> None:
@@ -101,6 +102,7 @@ def test_waiting_prompt(case: tuple[str, dict[str, Any]], family: str, rejected:
     assert_same_future(taken, never)
 
 
+@pytest.mark.proves("recorded")
 @pytest.mark.parametrize("rejected", REJECTED)
 @pytest.mark.parametrize("family", ["llama", "mistral_window"])
 def test_waiting_decode(case: tuple[str, dict[str, Any]], rejected: int, family: str) -> None:

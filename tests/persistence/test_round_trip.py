@@ -115,14 +115,20 @@ def records(cache: Any) -> dict[str, Any]:
     }
 
 
+def place(moment: str) -> tuple[str, str]:
+    """Return the family and backend a moment is tested on."""
+    return ("mistral_window", "eager") if moment in ("decoded", "two_chunks") else ("llama", "sdpa")
+
+
 @pytest.mark.filterwarnings("ignore:.*two prompt segments follow.*")
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment", [pytest.param(m, marks=pytest.mark.proves("saved", family=place(m)[0]), id=m) for m in MOMENTS]
+)
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_continues_bit_for_bit(case: Any, moment: str, tmp_path: Path) -> None:
     if case[0] in PRUNING and MOMENTS[moment] is _cropped:
         pytest.skip("a prompt that is pruned while it runs cannot be recorded")
-    family, backend = ("mistral_window", "eager") if moment in ("decoded", "two_chunks") else ("llama", "sdpa")
-    model = tiny(family, backend)
+    model = tiny(*place(moment))
     session = Session(model, kv.make_cache(case[0], model, **case[1]))
     MOMENTS[moment](session)
     cache = session.cache

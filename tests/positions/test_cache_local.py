@@ -38,6 +38,7 @@ def _feed(model: LlamaForCausalLM, cache: kv.PolicyCache, ids: torch.Tensor) -> 
     return model(ids, **{cache_argument(): cache}, use_cache=True).logits[0]
 
 
+@pytest.mark.proves("cache_local", policy="streaming_llm", family="llama")
 @pytest.mark.parametrize(("budget", "sinks", "prompt"), [(64, 4, 300), (64, 4, 20), (16, 1, 3), (9, 4, 1), (12, 0, 40)])
 def test_equals_slot_positions_over_500_steps(model: LlamaForCausalLM, budget: int, sinks: int, prompt: int) -> None:
     reference = SlotPositionLlama(copy.deepcopy(model), budget, sinks)

@@ -42,7 +42,7 @@ def test_scaffolded_policy_passes_its_own_test_and_the_rules_for_policies(tree: 
     # As installed: the mapped folders lie inside the package.
     for folder in MAPPED:
         shutil.copytree(ROOT / folder, tree / "hf_kvpolicy" / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("conftest.py", "helpers.py"):
+    for file in ("conftest.py", "helpers.py", "proofs.py"):
         shutil.copy(ROOT / "tests" / file, tree / "tests")
     shutil.copytree(
         ROOT / "tests/persistence", tree / "tests/persistence", ignore=shutil.ignore_patterns("__pycache__")

@@ -44,6 +44,7 @@ def model() -> LlamaForCausalLM:
     return tiny_llama(layers=LAYERS)
 
 
+@pytest.mark.proves("kept_rows", family="llama")
 @pytest.mark.parametrize("budget", [7, 10, 16, 41])
 @pytest.mark.parametrize("turn", TURNS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join([case[0], *map(str, case[1].values())]))
@@ -73,6 +74,7 @@ def test_kept_positions(model: LlamaForCausalLM, case: Any, turn: tuple[int, int
     cache.check_integrity()
 
 
+@pytest.mark.proves("ragged", family="llama")
 @pytest.mark.parametrize("budget", [9, 16, 33])
 @pytest.mark.parametrize("length", [34, 40, 77])
 @pytest.mark.parametrize("name", ["pyramidkv", "zigzagkv", "adakv"])

@@ -123,6 +123,7 @@ def test_two_hundred_decode_steps(policy: str, variant: str, unit: str, kv_heads
 # -- turns and options ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("kept_rows", family="llama")
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("policy", POLICIES)

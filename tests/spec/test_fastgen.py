@@ -49,6 +49,7 @@ class Run:
         return [self.cache.families(layer) for layer in range(LAYERS)]
 
 
+@pytest.mark.proves("kept_rows", policy="fastgen", family="llama")
 @pytest.mark.parametrize("kv_heads", [6, 3], ids=["mha", "gqa"])
 @pytest.mark.parametrize(
     ("recovery", "budget"),

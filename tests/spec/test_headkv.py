@@ -38,6 +38,7 @@ def test_the_worked_numbers(model: LlamaForCausalLM) -> None:
     assert [sum(layer) for layer in rows] == [4, 5, 3]
 
 
+@pytest.mark.proves("kept_rows", policy="headkv", family="llama")
 @pytest.mark.parametrize(
     "own",
     [
@@ -71,6 +72,7 @@ def test_kept_positions(model: LlamaForCausalLM, own: dict[str, Any], turn: tupl
         cache.check_integrity()
 
 
+@pytest.mark.proves("ragged", policy="headkv", family="llama")
 @pytest.mark.parametrize("profile", [WORKED, STEEP, "uniform"], ids=["worked", "steep", "uniform"])
 @pytest.mark.parametrize("beta", [1, 1.01, 1.5, 10])
 def test_totals_are_exactly_the_budgets(model: LlamaForCausalLM, profile: Any, beta: float) -> None:

@@ -33,11 +33,13 @@ def conversation(model: LlamaForCausalLM, cache: Any, expected: Callable[[int], 
     cache.check_integrity()
 
 
+@pytest.mark.proves("kept_rows", policy="full", family="llama")
 @pytest.mark.parametrize("prompt", LENGTHS)
 def test_full(model: LlamaForCausalLM, prompt: int) -> None:
     conversation(model, kv.FullCache(model), full.kept_positions, prompt)
 
 
+@pytest.mark.proves("kept_rows", policy="sliding_window", family="llama")
 @pytest.mark.parametrize("prompt", LENGTHS)
 def test_sliding_window(model: LlamaForCausalLM, prompt: int) -> None:
     for budget in sorted({1, 2, 3, 8, prompt, prompt + 1, prompt + 5}):
@@ -45,6 +47,7 @@ def test_sliding_window(model: LlamaForCausalLM, prompt: int) -> None:
         conversation(model, cache, lambda fed, b=budget: sliding_window.kept_positions(fed, b), prompt)
 
 
+@pytest.mark.proves("kept_rows", policy="streaming_llm", family="llama")
 @pytest.mark.parametrize("prompt", LENGTHS)
 @pytest.mark.parametrize("positions", ["cache_local", "original"])
 def test_streaming_llm(model: LlamaForCausalLM, prompt: int, positions: str) -> None:

@@ -54,6 +54,7 @@ def follow(model: LlamaForCausalLM, pieces: list[int], **options: Any) -> kv.Pyr
     return cache
 
 
+@pytest.mark.proves("kept_rows", policy="pyramidinfer", family="llama")
 @pytest.mark.parametrize("prompt", [1, 2, 5, 40, 90])
 @pytest.mark.parametrize("budget", [None, 8, 13])
 def test_a_prompt_and_its_answer(model: LlamaForCausalLM, prompt: int, budget: int | None) -> None:
@@ -190,6 +191,7 @@ class TestRefusals:
         cache.set_recording(False)
         feed(model, cache, tokens(30))
 
+    @pytest.mark.proves("recorded", policy="pyramidinfer", family="llama", refused=True)
     @pytest.mark.allow_deprecated  # transformers' own candidate generator passes a generation_config and arguments
     @pytest.mark.parametrize("kind", ["assistant_model", "prompt_lookup_num_tokens"])
     def test_assisted_decoding(self, kind: str) -> None:

@@ -52,6 +52,7 @@ def run_snapkv(model: LlamaForCausalLM, turn: tuple[int, int, int, int], owners:
     cache.check_integrity()
 
 
+@pytest.mark.proves("kept_rows", policy="snapkv", family="llama")
 @pytest.mark.parametrize("turn", TURNS)
 @pytest.mark.parametrize("unit", ["head", "layer", "token"])
 def test_snapkv_lengths_and_budgets(model: LlamaForCausalLM, turn: tuple[int, int, int, int], unit: str) -> None:
@@ -95,6 +96,7 @@ def test_a_selection_is_not_trivial(model: LlamaForCausalLM) -> None:
     assert tuple(range(30, 40)) not in owners
 
 
+@pytest.mark.proves("kept_rows", policy="random", family="llama")
 @pytest.mark.parametrize("turn", TURNS)
 @pytest.mark.parametrize("unit", ["head", "layer", "token"])
 @pytest.mark.parametrize("protect", [[], [0, 9]])

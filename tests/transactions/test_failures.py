@@ -30,6 +30,7 @@ class Injector:
             raise self.error
 
 
+@pytest.mark.proves("failures", family="llama")
 @pytest.mark.parametrize(("case", "scenario"), list(pairs()), ids=pair_id)
 def test_every_phase_of_every_layer(case: Any, scenario: Scenario) -> None:
     model, cache = prepared(case, scenario)
