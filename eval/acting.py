@@ -40,7 +40,13 @@ def equals_full(cell: Cell, empty_cache: Any, model: Any, prompt_tokens: Iterabl
 
 
 def why_not_acting(
-    cell: Cell, allowed_rows: int | None, prompt_tokens: int, after_prompt: CacheUse, at_end: CacheUse
+    cell: Cell,
+    allowed_rows: int | None,
+    prompt_tokens: int,
+    after_prompt: CacheUse,
+    at_end: CacheUse,
+    *,
+    full_kv_bytes: int,
 ) -> str | None:
     """Return what contradicts the policy having acted, or None.
 
@@ -50,11 +56,16 @@ def why_not_acting(
         prompt_tokens: tokens of the prompt.
         after_prompt: the cache right after the prompt.
         at_end: the cache after decoding; generated rows may lie on top of the budget if the ledger names them.
+        full_kv_bytes: what a full cache of the prompt stores.
     """
     if not budget_binds(cell, allowed_rows, prompt_tokens):
         return None
     if after_prompt.statistics["publications"] < 1:
         return f"a prompt of {prompt_tokens} tokens led to no publication, so whatever answers is not this cache"
+    if after_prompt.replaces_rows:
+        if after_prompt.payload_bytes < full_kv_bytes:
+            return None
+        return f"the prompt takes {after_prompt.payload_bytes} bytes, and {full_kv_bytes} where no row replaces others"
     if after_prompt.statistics["selections"] < 1:
         return f"a prompt of {prompt_tokens} tokens led to no selection at all"
     if after_prompt.rows_mean >= prompt_tokens:

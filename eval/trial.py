@@ -71,6 +71,7 @@ def run_trial(
     at_end = engine.measure(prefilled.cache)
     prompt_tokens = len(encoded.token_ids)
     allowed = engine.budget_rows(cell, prefilled.cache, model, prompt_tokens)
+    full_bytes = engine.full_kv_bytes(model, prompt_tokens)
     return Trial(
         quality=_quality(loaded, example, answer, generated, metric, dense.full_log_probs(beside)),
         cache=_cache_record(
@@ -79,7 +80,7 @@ def run_trial(
             at_end,
             rows_over_time_mean=held.mean,
             prompt_tokens=prompt_tokens,
-            full_kv_bytes=engine.full_kv_bytes(model, prompt_tokens),
+            full_kv_bytes=full_bytes,
             allowed_rows=allowed,
             binds=acting.budget_binds(cell, allowed, prompt_tokens),
         ),
@@ -88,7 +89,7 @@ def run_trial(
             decode_ms_per_token=generated.ms_per_forward,
             selection_s=prefilled.selection_s,
         ),
-        did_not_act=acting.why_not_acting(cell, allowed, prompt_tokens, after_prompt, at_end),
+        did_not_act=acting.why_not_acting(cell, allowed, prompt_tokens, after_prompt, at_end, full_kv_bytes=full_bytes),
     )
 
 

@@ -22,7 +22,11 @@ CHAT_TEMPLATE = (
 
 
 def _composition() -> Any:
-    return SimpleNamespace(minimum_rows=1, stored_heads=lambda geometry: geometry.num_kv_heads)
+    return SimpleNamespace(
+        minimum_rows=1,
+        stored_heads=lambda geometry: geometry.num_kv_heads,
+        representation=SimpleNamespace(replaces_rows=False),
+    )
 
 
 @dataclass

@@ -100,6 +100,7 @@ class IdleCache(FakeCache):
         super().finish_prefill()
         self.statistics.selections = 0 if "selections" in self.idle else 1
         self.statistics.publications *= "publications" not in self.idle
+        self.composition.representation.replaces_rows = "merging" in self.idle
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,8 @@ class IdleCache(FakeCache):
         (("rows",), "rows of the prompt are still stored"),
         (("rows", "selections"), "no selection at all"),
         (("rows", "selections", "publications"), "led to no publication"),
+        # A policy that merges selects nothing and lets no row go: its bytes must be fewer.
+        (("rows", "selections", "merging"), "where no row replaces others"),
     ],
 )
 def test_a_policy_that_did_not_act_fails_and_has_no_score(

@@ -50,8 +50,9 @@ def test_it_has_every_policy_at_every_budget(rows: list[Row]) -> None:
     config = load_sweep(Path("smoke"))
     assert {policy.name for policy in config.policies} == set(available_policies())
     cells = {(row.cell["policy"], row.cell["budget"]) for row in rows if "matched_to" not in row.cell}
-    bounded = set(available_policies()) - {"full", "fastgen"}
-    assert cells == {("full", None), ("fastgen", None)} | {(name, budget) for name in bounded for budget in (64, 0.5)}
+    unbounded = {"full", "fastgen", "minicache"}
+    bounded = set(available_policies()) - unbounded
+    assert cells == {(name, None) for name in unbounded} | {(name, budget) for name in bounded for budget in (64, 0.5)}
     matched = {Cell(**row.cell).label for row in rows if "matched_to" in row.cell}
     sources = ("scissorhands @ 64", "scissorhands @ 0.5", "fastgen(recovery=0.5)")
     assert matched == {f"{name} @ rows of {source}" for name in ("random", "sliding_window") for source in sources}
@@ -66,6 +67,11 @@ def test_every_cell_holds_what_was_asked_for_after_the_prompt(rows: list[Row]) -
         span = (cache.prompt_rows_min, cache.prompt_rows_max)
         if row.cell["policy"] == "full":
             assert span == (prompt, prompt)
+            continue
+        if row.cell["policy"] == "minicache":
+            assert span == (prompt, prompt)
+            # Of two layers' K and V one stays, with its lengths; exceptions come on top.
+            assert 0.5 < cache.payload_bytes / (prompt * 2 * 2 * (2 * 8 * 4)) < 0.95
             continue
         assert cache.selections >= 1
         if row.cell["policy"] == "fastgen":
@@ -83,7 +89,7 @@ def test_every_cell_holds_what_it_should_after_the_answer(rows: list[Row]) -> No
         policy, cache, quality = row.cell["policy"], row.cache, row.quality
         assert cache is not None
         assert quality is not None
-        if policy in ("full", "fastgen"):
+        if policy in ("full", "fastgen", "minicache"):
             continue
         budget, steps = asked_rows(row), quality.output_tokens - 1
         assert steps == 7
