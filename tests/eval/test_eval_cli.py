@@ -139,7 +139,7 @@ def test_a_shipped_sweep_is_named_without_its_path(monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     code, text = invoke("run", "smoke", "--dry-run")
     assert code == 0, text
-    assert "32 cells" in text
+    assert "33 cells" in text
     code, text = invoke("run", "smok", "--dry-run")
     assert code == 2
     assert "Did you mean 'smoke'" in " ".join(text.split())
