@@ -66,7 +66,7 @@ def test_every_policy_on_mpt(policy: str, options: dict[str, Any]) -> None:
     "policy",
     [
         pytest.param(policy, marks=pytest.mark.proves("cache_local") if policy == "streaming_llm" else ())
-        for policy in (policies(lossy=True) if FULL else ("snapkv", "streaming_llm", "adakv", "h2o"))
+        for policy in (DROPPING if FULL else ("snapkv", "streaming_llm", "adakv", "h2o"))
     ],
 )
 @pytest.mark.parametrize("name", MODELS)

@@ -12,6 +12,7 @@ from helpers import (
     PRUNING,
     dynamic_cache,
     forward,
+    has_budget,
     left_padded,
     neutral_cache,
     options_for,
@@ -36,7 +37,8 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 if FULL:
     # What drops tokens between layers has a test of its own below.
-    POLICIES = {name: small_options(name) for name in policies(lossy=True) if name not in PRUNING} | POLICIES
+    dropping = [name for name in policies(lossy=True) if has_budget(name) and name not in PRUNING]
+    POLICIES = {name: small_options(name) for name in dropping} | POLICIES
 
 
 def _kept_columns(cache: Any, pads: list[int]) -> dict[int, list[list[list[int]]]]:
