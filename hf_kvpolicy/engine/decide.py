@@ -286,7 +286,7 @@ class Decider:
         return growth_slots(kept)
 
 
-def check_finite(flags: Sequence[Tensor]) -> None:
+def check_finite(flags: Sequence[Tensor | bool]) -> None:
     """Refuse a selection by scores that are not numbers.
 
     Raises:

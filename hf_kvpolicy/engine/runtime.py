@@ -333,7 +333,7 @@ class Runtime(Exclusive):
 
     def published_bytes(self) -> int:
         """Return the bytes of published K/V buffers (slack included)."""
-        return sum(t.numel() * t.element_size() for rows in self.snapshot.buffers for t in rows.tensors())
+        return sum(t.nbytes for rows in self.snapshot.buffers for t in rows.tensors())
 
     # -- publication --------------------------------------------------------------------------------------------------
 

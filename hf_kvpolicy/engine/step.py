@@ -279,7 +279,7 @@ class Step(ABC):
 
     def note_transient(self, extra_bytes: int) -> None:
         """Remember the highest number of bytes alive at once: parent, successors so far, and workspace."""
-        fresh_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.fresh_buffers())
+        fresh_bytes = sum(tensor.nbytes for tensor in self.fresh_buffers())
         self.transient_bytes = max(self.transient_bytes, self.runtime.published_bytes() + fresh_bytes + extra_bytes)
 
     def fresh_buffers(self) -> list[Tensor]:

@@ -91,7 +91,7 @@ def _attend_buckets(
     for bucket in buckets(view):
         if len(bucket) >= _LEAST_BUCKET:
             query_1QTD = torch.cat([query_O[owner] for owner in bucket]).view(1, len(bucket) * group, -1, dim)
-            keys_1RnD, values_1RnD = view.together(bucket)
+            keys_1RnD, values_1RnD = (rows[None] for rows in view.together(bucket))
             output_1TQD = grouped_attention(query_1QTD, keys_1RnD, values_1RnD, None, scaling=scaling, dropout=dropout)
             shares = output_1TQD.transpose(1, 2).reshape(len(bucket), sharing, width, -1).chunk(len(bucket))
             outputs.update(zip(bucket, shares, strict=True))

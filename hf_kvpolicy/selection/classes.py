@@ -18,9 +18,11 @@ __all__ = [
     "PINNED",
     "PUNCTUATION",
     "SPECIAL",
+    "are_open",
     "class_ranks",
     "keep_by_class",
     "keep_by_class_reference",
+    "lowest_rows",
     "row_classes",
     "weakest_rows",
 ]
@@ -61,6 +63,23 @@ def row_classes(
     if protect:
         pinned |= torch.isin(tokens, torch.tensor(protect, device=tokens.device))
     return OPEN - torch.maximum(above, pinned.to(torch.int8) * (OPEN - PINNED))
+
+
+def are_open(
+    tokens: Tensor,
+    is_special: Tensor,
+    is_punctuation: Tensor,
+    *,
+    sinks: int,
+    protect: Sequence[int],
+    newest_from: Tensor | int,
+    keeps_punctuation: Tensor | bool,
+) -> Tensor:
+    """Return which rows are of the last class, bool: what `row_classes` says, in fewer steps."""
+    closed = (is_punctuation & keeps_punctuation) | is_special | (tokens >= newest_from) | (tokens < sinks)
+    if protect:
+        closed |= torch.isin(tokens, torch.tensor(protect, device=tokens.device))
+    return ~closed
 
 
 def class_ranks(scores: Tensor, classes: Tensor, tokens: Tensor) -> Tensor:
@@ -111,11 +130,20 @@ def weakest_rows(classes_P: Tensor, ranks_P: Tensor, tokens_P: Tensor, owner_P: 
     last_O = torch.zeros(owners, dtype=ranks_P.dtype, device=device).scatter_reduce_(0, owner_P, classes_P, "amax")
     # A penalty leaves the ranks of the last class as they are.
     ranked_P = ranks_P.add(classes_P != last_O.index_select(0, owner_P), alpha=_BEYOND)
+    return lowest_rows(ranked_P, tokens_P, owner_P, owners)[0]
+
+
+def lowest_rows(ranks_P: Tensor, tokens_P: Tensor, owner_P: Tensor, owners: int) -> tuple[Tensor, Tensor]:
+    """Return which row of each owner has the lowest rank, among equals the highest position, int64 [O]; and that rank.
+
+    A rank may be infinite: an owner with no other has rank inf.
+    """
+    device = owner_P.device
     lowest_O = torch.full((owners,), torch.inf, dtype=ranks_P.dtype, device=device)
-    lowest_O.scatter_reduce_(0, owner_P, ranked_P, "amin")
+    lowest_O.scatter_reduce_(0, owner_P, ranks_P, "amin")
     # Among equals the highest position, its place in the lower digits; an owner hardly ever has more than one.
-    place_E = (ranked_P == lowest_O.index_select(0, owner_P)).nonzero()[:, 0]
+    place_E = (ranks_P == lowest_O.index_select(0, owner_P)).nonzero()[:, 0]
     keys_E = (tokens_P.index_select(0, place_E).long() << _PLACE_BITS) + place_E
     keys_O = torch.zeros(owners, dtype=torch.int64, device=device)
     keys_O.scatter_reduce_(0, owner_P.index_select(0, place_E), keys_E, "amax")
-    return keys_O & ((1 << _PLACE_BITS) - 1)
+    return keys_O & ((1 << _PLACE_BITS) - 1), lowest_O

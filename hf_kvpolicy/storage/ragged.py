@@ -86,12 +86,16 @@ class RaggedRows:
 
     def write(self, lengths_O: Tensor, behind: int, keys_BSTD: Tensor, values_BSTD: Tensor) -> None:
         """Write T rows of every owner `behind` slots after its first `lengths_O` ones."""
-        batch, heads, rows, _ = keys_BSTD.shape
+        rows = keys_BSTD.shape[2]
         slots = (self.starts_O + lengths_O.to(self.starts_O.device)).long() + behind
         if rows > 1:
             slots = (slots[:, None] + torch.arange(rows, device=slots.device)).flatten()
-        self.keys_ND.index_copy_(0, slots, keys_BSTD.reshape(batch * heads * rows, -1))
-        self.values_ND.index_copy_(0, slots, values_BSTD.reshape(batch * heads * rows, -1))
+        self.write_at(slots, keys_BSTD, values_BSTD)
+
+    def write_at(self, slots: Tensor, keys_BSTD: Tensor, values_BSTD: Tensor) -> None:
+        """Write T rows of every owner into flat slots, int64 [O * T]."""
+        self.keys_ND.index_copy_(0, slots, keys_BSTD.reshape(slots.shape[0], -1))
+        self.values_ND.index_copy_(0, slots, values_BSTD.reshape(slots.shape[0], -1))
 
     def owner(self, owner: int, rows: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of an owner's first rows, [rows, D] (windows, not copies)."""

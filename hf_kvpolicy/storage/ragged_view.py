@@ -72,16 +72,16 @@ class RaggedView:
             return None
         if any(after - before != spacing for before, after in pairwise(starts)):
             return None
-        return self._strided(self.batch, self.heads, rows, starts[0], spacing)
+        return self._strided((self.batch, self.heads), rows, starts[0], (self.heads * spacing, spacing))
 
     def together(self, owners: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return keys and values of some owners as strided views [1, len(owners), n, D].
+        """Return keys and values of some owners as strided views [len(owners), n, D].
 
         They must be equally long and lie at even, ascending distances, as `ragged_attention` finds them.
         """
         first, rows = self.starts[owners[0]], self.lengths[owners[0]]
         spacing = self.starts[owners[1]] - first if len(owners) > 1 else rows
-        return self._strided(1, len(owners), rows, first, spacing)
+        return self._strided((len(owners),), rows, first, (spacing,))
 
     def on_device(self) -> tuple[Tensor, Tensor]:
         """Return `starts_O` and `base_lengths_O`, copied to the rows' device where they were not given."""
@@ -92,19 +92,19 @@ class RaggedView:
             base = torch.tensor([n - self.tail_rows for n in self.lengths], dtype=torch.int32, device=device)
         return starts, base
 
-    def _strided(self, batch: int, heads: int, rows: int, first: int, spacing: int) -> tuple[Tensor, Tensor]:
-        keys_ND, values_ND = self.keys_ND, self.values_ND
-        key_slot, key_within = keys_ND.stride()
-        value_slot, value_within = values_ND.stride()
-        return (
-            keys_ND.as_strided(
-                (batch, heads, rows, keys_ND.shape[1]),
-                (heads * spacing * key_slot, spacing * key_slot, key_slot, key_within),
-                keys_ND.storage_offset() + first * key_slot,
-            ),
-            values_ND.as_strided(
-                (batch, heads, rows, values_ND.shape[1]),
-                (heads * spacing * value_slot, spacing * value_slot, value_slot, value_within),
-                values_ND.storage_offset() + first * value_slot,
-            ),
+    def _strided(
+        self, owners: tuple[int, ...], rows: int, first: int, spacings: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        return _window(self.keys_ND, owners, rows, first, spacings), _window(
+            self.values_ND, owners, rows, first, spacings
         )
+
+
+def _window(slots_ND: Tensor, owners: tuple[int, ...], rows: int, first: int, spacings: tuple[int, ...]) -> Tensor:
+    """Return rows of owners at even distances, in slots along each axis of owners, as a view [*owners, n, D]."""
+    slot, within = slots_ND.stride()
+    return slots_ND.as_strided(
+        (*owners, rows, slots_ND.shape[1]),
+        (*(spacing * slot for spacing in spacings), slot, within),
+        slots_ND.storage_offset() + first * slot,
+    )

@@ -16,9 +16,11 @@ from hf_kvpolicy.selection import (
     PINNED,
     PUNCTUATION,
     SPECIAL,
+    are_open,
     class_ranks,
     keep_by_class,
     keep_by_class_reference,
+    lowest_rows,
     row_classes,
     weakest_rows,
 )
@@ -89,6 +91,24 @@ def test_a_row_of_several_classes_has_the_first() -> None:
     assert found.tolist() == [PINNED, PUNCTUATION, OPEN, PINNED, SPECIAL, NEWEST]
     found = row_classes(tokens, special, punctuation, sinks=0, protect=(), newest_from=6, keeps_punctuation=False)
     assert found.tolist() == [OPEN, OPEN, OPEN, OPEN, SPECIAL, OPEN]
+
+
+@given(st.integers(0, 4), st.sets(st.integers(0, 30)), st.integers(0, 32), st.booleans(), st.data())
+@settings(deadline=None, max_examples=100, derandomize=True)
+def test_open_rows_are_those_of_the_last_class(
+    sinks: int, protect: set[int], newest_from: int, keeps: bool, data: st.DataObject
+) -> None:
+    kinds = torch.tensor(data.draw(st.lists(st.integers(0, 2), min_size=30, max_size=30)))
+    told = {"sinks": sinks, "protect": tuple(protect), "newest_from": newest_from, "keeps_punctuation": keeps}
+    rows = (torch.arange(30), kinds == 1, kinds == 2)
+    assert torch.equal(are_open(*rows, **told), row_classes(*rows, **told) == OPEN)
+
+
+def test_an_owner_without_a_finite_rank_has_its_newest_row_named() -> None:
+    ranks = torch.tensor([0.5, torch.inf, 0.25, 0.25, torch.inf, torch.inf])
+    tokens, owner = torch.tensor([0, 1, 2, 3, 4, 5]), torch.tensor([0, 0, 0, 0, 1, 1])
+    places, lowest = lowest_rows(ranks, tokens, owner, 2)
+    assert (places.tolist(), lowest.tolist()) == ([3, 5], [0.25, torch.inf])
 
 
 def test_the_newest_rows_compete_by_position() -> None:

@@ -1,7 +1,7 @@
 """One decode query over ragged rows whose attention is kept: output and evidence share one softmax.
 
 Letters: B batch rows, S stored heads, O owners (b * S + s), Q query heads, G query heads of one owner, R owners of one
-bucket, n rows of one owner, D head dimension.
+run (of one length), n rows of one owner, D head dimension.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...evidence import mask_logits_
 from ...ragged_attention import buckets, shows
 from ...storage import RaggedView
 from ...weighting import PLAIN, Weighting
-from ..evidence_blocks import attend_with_logits
 
 __all__ = ["attend_one"]
 
@@ -26,50 +26,52 @@ def attend_one(
     scaling: float,
     weighting: Weighting = PLAIN,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the output [B, 1, Q, D], and attention in fp32 whose flat parts follow owners and their slots.
+    """Return the output [B, 1, Q, D], and attention in fp32 in parts [R, G, n] that follow owners.
+
+    Where the query sees every row, one call serves owners that one strided view shows.
 
     Args:
         masks: per owner, in slot order, a bool [1, n] or a bias [G, 1, n] in fp32 (-inf where hidden), or None where
             the query sees every row. A query that sees nothing gets zeros.
     """
-    rectangle = view.rectangle() if masks is None else None
-    if rectangle is not None:
-        output, _, attention_BSG1n = attend_with_logits(query_BQ1D, *rectangle, None, scaling, weighting)
-        return output, [attention_BSG1n]
     batch, heads, _, dim = query_BQ1D.shape
-    queries_O = query_BQ1D.reshape(len(view.starts), 1, -1, 1, dim)
-    if masks is None:
-        return _attend_buckets(queries_O, view, scaling, weighting, (batch, 1, heads, -1))
-    outputs, parts = [], []
-    for owner, query_1G1D in enumerate(queries_O):
-        keys_nD, values_nD = view.owner(owner)
-        mask = masks[owner]
-        # [1, 1, 1, n], or [1, G, 1, n] of a bias.
-        shown = None if mask is None else mask.to(keys_nD.device).view(1, mask.shape[0], 1, keys_nD.shape[0])
-        output, _, attention = attend_with_logits(
-            query_1G1D,
-            keys_nD[None, None],
-            values_nD[None, None],
-            shown,
-            scaling,
-            weighting.of_owners([owner], view.heads),
-        )
-        outputs.append(output if shown is None else output.masked_fill(~shows(shown).any(), 0.0))
-        parts.append(attention)
-    return torch.cat(outputs, dim=2).view(batch, 1, heads, -1), parts
-
-
-def _attend_buckets(
-    queries_O1G1D: Tensor, view: RaggedView, scaling: float, weighting: Weighting, shape: tuple[int, ...]
-) -> tuple[Tensor, list[Tensor]]:
-    """Attend with one call for owners that one strided view shows, where every query sees every row."""
     owners = len(view.starts)
-    outputs, parts = [queries_O1G1D] * owners, [queries_O1G1D] * owners
-    for bucket in buckets(view):
-        query_1Q1D = torch.cat([queries_O1G1D[owner] for owner in bucket], dim=1)
-        own = weighting.of_owners(bucket, view.heads)
-        output, _, attention_1RG1n = attend_with_logits(query_1Q1D, *view.together(bucket), None, scaling, own)
-        shares = zip(bucket, output.chunk(len(bucket), 2), attention_1RG1n.chunk(len(bucket), 1), strict=True)
-        for owner, share, part in shares:
-            outputs[owner], parts[owner] = share, part
-    return torch.cat(outputs, dim=2).view(shape), parts
+    # Scaled for all at once; the softmax is taken in fp32 at least.
+    wide = torch.promote_types(query_BQ1D.dtype, torch.float32)
+    queries_OGD = query_BQ1D.reshape(owners, -1, dim).to(wide) * scaling
+    runs = buckets(view) if masks is None else [[owner] for owner in range(owners)]
+    in_order = all(run[-1] - run[0] == len(run) - 1 for run in runs)
+    outputs, parts = [], []
+    for run in runs:
+        queries_RGD = queries_OGD[run[0] : run[-1] + 1] if in_order else queries_OGD[run]
+        mask = None if masks is None else masks[run[0]]
+        output, attention = _attend_run(queries_RGD, view, run, mask, weighting)
+        outputs.append(output)
+        parts.append(attention)
+    if not in_order:
+        order = [owner for run in runs for owner in run]
+        place = sorted(range(owners), key=order.__getitem__)
+        outputs, parts = ([piece for part in of_runs for piece in torch.split(part, 1)] for of_runs in (outputs, parts))
+        outputs, parts = [outputs[i] for i in place], [parts[i] for i in place]
+    output_OGD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return output_OGD.to(query_BQ1D.dtype).view(batch, 1, heads, -1), parts
+
+
+def _attend_run(
+    queries_RGD: Tensor, view: RaggedView, run: Sequence[int], mask: Tensor | None, weighting: Weighting
+) -> tuple[Tensor, Tensor]:
+    """Return output [R, G, D] and attention [R, G, n] of scaled queries over the rows of owners of one length."""
+    keys_RnD, values_RnD = view.together(run)
+    owners, group, _ = queries_RGD.shape
+    logits_RGn = weighting.cap_(torch.bmm(queries_RGD, keys_RnD.to(queries_RGD.dtype).transpose(1, 2)))
+    shown = None
+    if mask is not None:
+        # [1, 1, 1, n], or [1, G, 1, n] of a bias.
+        shown = mask.to(logits_RGn.device).view(1, mask.shape[0], 1, -1)
+        mask_logits_(logits_RGn.view(1, owners, group, 1, -1), shown)
+    logits_1Q1n = logits_RGn.view(1, owners * group, 1, -1)
+    attention_RGn = weighting.of_owners(run, view.heads).weights(logits_1Q1n).view(owners, group, -1)
+    output_RGD = torch.bmm(attention_RGn.to(values_RnD.dtype), values_RnD)
+    if shown is not None:
+        output_RGD = output_RGD.masked_fill(~shows(shown).any(), 0.0)
+    return output_RGD, attention_RGn.float()

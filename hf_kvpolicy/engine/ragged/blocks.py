@@ -121,24 +121,25 @@ class BlockDecodeStep(SharedSets, RaggedAppendStep):
         """Return what a layer's undecided rows received from this token, summed over heads, [B, 1, W]."""
         base, heads, batch, rows = self.base(layer), self.heads, self.inputs.batch, []
         if len(parts) == 1 and min(self._undecided) == self._width and self._is_full:
-            return self._reduced(parts[0], self._width)
+            return self._reduced(parts[0].view(batch, heads, *parts[0].shape[1:]), self._width)
+        owners = [piece for part in parts for piece in torch.split(part, 1)]
         for row in range(batch):
-            own = parts[0][row : row + 1] if len(parts) == 1 else torch.cat(parts[row * heads : (row + 1) * heads], 1)
+            own = torch.cat(owners[row * heads : (row + 1) * heads])[None]
             undecided = self._undecided[row]
             index = None if self._is_full else self.live_tail.index(row, base.lengths[row * heads])
-            own = own if index is None else own.index_select(4, index.to(own.device))
+            own = own if index is None else own.index_select(3, index.to(own.device))
             received = self._reduced(own, undecided)
             # A pad has no attention of its own.
             received = received if self.inputs.new_tokens[row] else torch.zeros_like(received)
             rows.append(pad(received, (0, self._width - undecided)))
         return torch.cat(rows)
 
-    def _reduced(self, attention_BSG1n: Tensor, newest: int) -> Tensor:
-        part = attention_BSG1n[..., attention_BSG1n.shape[4] - newest :]
+    def _reduced(self, attention_BSGn: Tensor, newest: int) -> Tensor:
+        part = attention_BSGn[..., attention_BSGn.shape[3] - newest :]
         if self.runtime.composition.group == "max":
-            return reduce_group(part, "max").sum(dim=1)
+            return reduce_group(part, "max").sum(dim=1, keepdim=True)
         # Rows of one block are compared with one another: they rank alike by a mean over heads and by a sum.
-        return part.sum(dim=(1, 2))
+        return part.sum(dim=(1, 2))[:, None]
 
     def _scores_after(self) -> Tensor:
         old, device = self.snapshot.scores_LBSWX, self.inputs.device
