@@ -1,9 +1,9 @@
 """Making a model ready for policy caches, and undoing it exactly.
 
 What `attach` leaves on a model is one registered implementation name in its config, or forwards bound on its attention
-modules where those are no functions of transformers (`own_attention`), two forward pre-hooks that hold no state, on the
-model and on its text decoder, and the methods that its family's patch names; all can be read back from the model
-itself, so nothing is remembered elsewhere and copies of a model work.
+modules where those are no functions of transformers (`own_attention`), hooks without state on the model and on its text
+decoder, and the methods that its family's patch names; all can be read back from the model itself, so nothing is
+remembered elsewhere and copies of a model work.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .cache import PolicyCache
 from .compat import cache_of_call, model_supports, set_implementation
 from .errors import BackendAdmissionError, ConfigError, UnsupportedModelError
 from .fingerprint import config_digest
-from .frame import READER, Reader, enter_forward, take_reader
+from .frame import READER, Reader, active_cache, enter_forward, take_reader
 from .geometry import CacheGeometry
 from .own_attention import bind, bound_backend, unbind
 from .probe import PROBE_TOKENS, probe_finding
@@ -76,6 +76,8 @@ def attach(model: _Model, backend: str | None = None) -> _Model:
     for module, hook in _places(inner, decoder):
         if not _hooks(module, hook):
             module.register_forward_pre_hook(hook, with_kwargs=True)
+    if CacheGeometry.from_config(inner.config).state_layers and _after_forward not in decoder._forward_hooks.values():
+        decoder.register_forward_hook(_after_forward)
     for method, function in patch.methods(inner.config).items():
         if hasattr(inner, method):
             setattr(inner, method, MethodType(function, inner))
@@ -107,6 +109,12 @@ def _proof(model: PreTrainedModel, kind: str) -> str:
             stacklevel=4,
         )
         return "unproven"
+    if CacheGeometry.from_config(model.config).state_layers:
+        raise UnsupportedModelError(
+            f"The model family {kind!r} is not supported: it has no patch, and what its linear-attention layers do "
+            "with their states cannot be checked from outside. Supported families: "
+            f"{', '.join(supported_model_types())}."
+        )
     finding = probe_finding(model, CacheGeometry.from_config(model.config))
     if finding is not None:
         raise UnsupportedModelError(
@@ -129,6 +137,8 @@ def detach(model: _Model) -> _Model:
         for key in _hooks(module, hook):
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
+    for key in [key for key, hook in decoder._forward_hooks.items() if hook is _after_forward]:
+        del decoder._forward_hooks[key]
     for method in patch.methods(inner.config):
         inner.__dict__.pop(method, None)
     stop_pruning(decoder.modules())
@@ -221,3 +231,10 @@ def _before_forward(
     enter_forward(cache)
     cache.begin_forward(cast(PreTrainedModel, module), arguments, reader)
     return None
+
+
+def _after_forward(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """End the forward of a model with linear attention, whose last attention is not the last change of a state."""
+    cache = active_cache()
+    if cache is not None:
+        cache.end_forward()

@@ -102,10 +102,12 @@ def capture_prompt(
 
 
 def can_replay(cache: Any) -> bool:
-    """Whether a cache is empty, its policy leaves a prompt's forward alone, and its model's attention can be read."""
+    """Whether a cache is empty, its policy leaves a prompt's forward alone, and attention tells all of its model."""
     if not isinstance(cache, PolicyCache) or cache.is_initialized or cache.is_recording_past():
         return False
-    return cache.composition.pruning is None and not cache.model_attends_itself
+    if cache.model_attends_itself or cache.geometry.state_layers:
+        return False
+    return cache.composition.pruning is None
 
 
 @torch.no_grad()

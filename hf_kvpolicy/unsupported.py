@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from .geometry import NAME_BRANCHING_MODEL_TYPES, text_config
+from .geometry import NAME_BRANCHING_MODEL_TYPES, NO_ATTENTION, STATE_LAYERS, text_config
 
 __all__ = ["unsupported_because"]
 
-# What `layer_types` may name: full attention is compressed, sliding attention is left to transformers.
-_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+# What `layer_types` may name: full attention is compressed, everything else is left to transformers.
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"} | STATE_LAYERS | NO_ATTENTION
 
 
 def unsupported_because(config: Any) -> str | None:
@@ -42,7 +42,10 @@ def unsupported_because(config: Any) -> str | None:
             f"attends within chunks of {config.attention_chunk_size} tokens in some layers (attention_chunk_size), "
             "which no policy handles yet"
         )
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS)
+    types = set(getattr(config, "layer_types", None) or ())
+    if types and types <= NO_ATTENTION:
+        return f"has only layers of kind {', '.join(sorted(types))}, which keep no rows that a policy could choose from"
+    kinds = sorted(types - _KNOWN_LAYERS)
     if kinds:
         return f"has layers of kind {', '.join(kinds)}, whose state is no set of rows that could be dropped"
     return None

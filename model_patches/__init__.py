@@ -8,6 +8,7 @@ from .glm4 import Glm4Patch
 from .gpt2 import GPT2Patch
 from .gpt_neox import GPTNeoXPatch
 from .gpt_oss import GptOssPatch
+from .hybrid import HybridPatch, HybridWithoutPositionsPatch
 from .llama import LlamaPatch
 from .mistral import MistralPatch
 from .mixtral import MixtralPatch
@@ -29,6 +30,8 @@ __all__ = [
     "Gemma3Patch",
     "Glm4Patch",
     "GptOssPatch",
+    "HybridPatch",
+    "HybridWithoutPositionsPatch",
     "InterfacePatch",
     "LearnedPositionsPatch",
     "LlamaPatch",

@@ -18,6 +18,8 @@ from transformers import DynamicCache
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from hf_kvpolicy.geometry import STATE_LAYERS
+
 _MASK = AttentionMaskInterface()["eager"]
 
 
@@ -39,6 +41,12 @@ def attending(model: Any, name: str, attend: Any) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
+def _whole_cache(config: Any) -> DynamicCache:
+    """Return transformers' own cache of every row, and of states where layers have them."""
+    has_states = any(kind in STATE_LAYERS for kind in getattr(config, "layer_types", None) or ())
+    return DynamicCache(config=config) if has_states else DynamicCache()
+
+
 class MaskedReference:
     """Dense attention over every row ever fed, in which each KV head sees only the rows it is told of."""
 
@@ -49,7 +57,7 @@ class MaskedReference:
         self.seen: dict[int, list[list[Sequence[int]]]] | None = None
         self.hides_new = False
         # Every row is kept: the mask of a sliding layer hides what its own cache would have let go of.
-        self.cache = DynamicCache()
+        self.cache = _whole_cache(model.config)
 
     @torch.no_grad()
     def feed(self, ids: Tensor, **arguments: Any) -> Tensor:
@@ -86,8 +94,8 @@ class SlotReference:
     def __init__(self, model: Any, layers: Sequence[int], budget: int, sinks: int) -> None:
         self.model, self.layers, self.budget, self.sinks = model, layers, budget, sinks
         self.kept: list[int] = []
-        self.cache = DynamicCache()
-        self._module = sys.modules[type(model.model if hasattr(model, "model") else model.gpt_neox).__module__]
+        self.cache = _whole_cache(model.config)
+        self._module = sys.modules[type(model.get_decoder()).__module__]
         self._decoder = model.get_decoder()
         self._rotates = False
 
@@ -133,8 +141,10 @@ class SlotReference:
     def _rotated(self, module: Any, query: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         slots = torch.arange(keys.shape[2])[None]
         kinds = getattr(self.model.config, "layer_types", None)
-        rotary = self._decoder.rotary_emb
+        rotary = getattr(self._decoder, "rotary_emb", None) or self._decoder.pos_emb
         of_kind = (kinds[module.layer_idx],) if isinstance(getattr(rotary, "rope_type", None), dict) else ()
+        if hasattr(rotary, "mrope_section"):
+            slots = slots.expand(3, 1, -1)  # text: the same position on all three axes
         cos, sin = rotary(keys, slots, *of_kind)
         new = query.shape[2]
         turned, _ = self._rotate(query, query, cos[:, -new:], sin[:, -new:])
