@@ -9,7 +9,7 @@ from .geometry import NAME_BRANCHING_MODEL_TYPES, NO_ATTENTION, STATE_LAYERS, te
 __all__ = ["unsupported_because"]
 
 # What `layer_types` may name: full attention is compressed, everything else is left to transformers.
-_KNOWN_LAYERS = {"full_attention", "sliding_attention"} | STATE_LAYERS | NO_ATTENTION
+_KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"} | STATE_LAYERS | NO_ATTENTION
 
 
 def unsupported_because(config: Any) -> str | None:
@@ -37,12 +37,12 @@ def unsupported_because(config: Any) -> str | None:
             f"shares keys and values between layers (num_kv_shared_layers={config.num_kv_shared_layers}): a row that "
             "one layer drops is read by others, which are not observed"
         )
-    if getattr(config, "attention_chunk_size", None):
-        return (
-            f"attends within chunks of {config.attention_chunk_size} tokens in some layers (attention_chunk_size), "
-            "which no policy handles yet"
-        )
     types = set(getattr(config, "layer_types", None) or ())
+    if getattr(config, "attention_chunk_size", None) and "full_attention" not in types:
+        return (
+            f"attends within chunks of {config.attention_chunk_size} tokens in every layer (attention_chunk_size), whose "
+            "rows no later chunk reads: nothing is left for a policy to drop"
+        )
     if types and types <= NO_ATTENTION:
         return f"has only layers of kind {', '.join(sorted(types))}, which keep no rows that a policy could choose from"
     kinds = sorted(types - _KNOWN_LAYERS)

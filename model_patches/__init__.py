@@ -10,6 +10,7 @@ from .gpt_neox import GPTNeoXPatch
 from .gpt_oss import GptOssPatch
 from .hybrid import HybridPatch, HybridWithoutPositionsPatch
 from .llama import LlamaPatch
+from .llama4 import Llama4Patch
 from .mistral import MistralPatch
 from .mixtral import MixtralPatch
 from .mpt import MptPatch
@@ -34,6 +35,7 @@ __all__ = [
     "HybridWithoutPositionsPatch",
     "InterfacePatch",
     "LearnedPositionsPatch",
+    "Llama4Patch",
     "LlamaPatch",
     "MistralPatch",
     "MixtralPatch",

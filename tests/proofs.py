@@ -89,6 +89,8 @@ MODELS: dict[str, tuple[str, str]] = {
     "falcon_h1": ("falcon_h1", "full and linear attention"),
     "nemotron_h": ("nemotron_h", "full and linear attention"),
     "olmo_hybrid": ("olmo_hybrid", "full and linear attention"),
+    "llama4": ("llama4_text", "full and chunked layers"),
+    "llama4-rotated": ("llama4_text", ""),
     "opt": ("opt", ""),
     "gpt2": ("gpt2", ""),
     "mpt": ("mpt", ""),

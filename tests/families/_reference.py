@@ -95,27 +95,29 @@ class SlotReference:
         self.model, self.layers, self.budget, self.sinks = model, layers, budget, sinks
         self.kept: list[int] = []
         self.cache = _whole_cache(model.config)
-        self._module = sys.modules[type(model.get_decoder()).__module__]
-        self._decoder = model.get_decoder()
+        inner = model.get_decoder()
+        self._decoder = getattr(inner, "model", inner)  # Llama 4 says that it is its own decoder
+        self._module = sys.modules[type(self._decoder).__module__]
         self._rotates = False
 
     @torch.no_grad()
     def feed(self, ids: Tensor) -> Tensor:
         """Return the logits of the tokens fed; eviction follows."""
         first, length = self.cache.get_seq_length(), ids.shape[1]
-        own = self._module.apply_rotary_pos_emb
+        name = "apply_rotary_pos_emb" if hasattr(self._module, "apply_rotary_pos_emb") else "apply_rotary_emb"
+        own = getattr(self._module, name)
 
         def unrotated(query: Tensor, keys: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
             self._rotates = True
             return query, keys
 
         self._rotate, self._shown = own, [*self.kept, *range(first, first + length)]
-        self._module.apply_rotary_pos_emb = unrotated
+        setattr(self._module, name, unrotated)
         try:
             with attending(self.model, "kvtest_slots", self._attend):
                 logits = self.model(ids, **{CACHE: self.cache}, use_cache=True).logits
         finally:
-            self._module.apply_rotary_pos_emb = own
+            setattr(self._module, name, own)
         shown = self._shown
         self.kept = shown[: self.sinks] + shown[-(self.budget - self.sinks) :] if len(shown) > self.budget else shown
         return logits
@@ -145,8 +147,13 @@ class SlotReference:
         of_kind = (kinds[module.layer_idx],) if isinstance(getattr(rotary, "rope_type", None), dict) else ()
         if hasattr(rotary, "mrope_section"):
             slots = slots.expand(3, 1, -1)  # text: the same position on all three axes
-        cos, sin = rotary(keys, slots, *of_kind)
-        new = query.shape[2]
+        angles, new = rotary(keys, slots, *of_kind), query.shape[2]
+        if isinstance(angles, Tensor):  # complex, for heads behind tokens
+            laid = [part.transpose(1, 2) for part in (query, keys)]
+            turned, _ = self._rotate(laid[0], laid[0], angles[:, -new:])
+            _, turned_keys = self._rotate(laid[1], laid[1], angles)
+            return turned.transpose(1, 2), turned_keys.transpose(1, 2)
+        cos, sin = angles
         turned, _ = self._rotate(query, query, cos[:, -new:], sin[:, -new:])
         _, turned_keys = self._rotate(keys, keys, cos, sin)
         return turned, turned_keys

@@ -115,6 +115,38 @@ FAMILIES: dict[str, Family] = {
         },
         backend="eager",
     ),
+    # Full layers do not rotate, and scale queries by their position, every fourth one a little more.
+    "llama4": Family(
+        "Llama4",
+        {
+            "head_dim": 12,
+            "attention_chunk_size": WINDOW_TOKENS,
+            "no_rope_layers": [1, 0, 1, 0],
+            "attn_temperature_tuning": True,
+            "floor_scale": 4,
+            "attn_scale": 0.5,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+        },
+        config="Llama4TextConfig",
+    ),
+    "llama4-rotated": Family(
+        "Llama4",
+        {
+            "head_dim": 12,
+            "attention_chunk_size": 512,
+            "layer_types": ["full_attention"] * 4,
+            "no_rope_layers": [1, 0, 1, 1],
+            "attn_temperature_tuning": True,
+            "floor_scale": 4,
+            "attn_scale": 0.5,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+        },
+        config="Llama4TextConfig",
+    ),
     "opt": Family(
         "OPT",
         {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2, "num_key_value_heads": None},
@@ -213,7 +245,7 @@ HYBRIDS: dict[str, Family] = {
     ),
 }
 FAMILIES |= HYBRIDS
-MIXED = ("qwen2-mixed", "gemma2", "gemma3", "gpt_oss", *HYBRIDS)
+MIXED = ("qwen2-mixed", "gemma2", "gemma3", "gpt_oss", "llama4", *HYBRIDS)
 # Where a policy that drops tokens between layers is refused.
 NOT_PRUNED = (*MIXED, "gpt2")
 

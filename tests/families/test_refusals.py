@@ -19,7 +19,6 @@ REASONS = {
     "deepseek_v3": "latent of its own.*kv_lora_rank",
     "minicpm3": "latent of its own.*kv_lora_rank",
     "gemma3n_text": "shares keys and values between layers",
-    "llama4_text": "chunks of 8192 tokens",
     "deepseek_v4": "layers of kind compressed_sparse_attention",
     "mamba": "only layers of kind linear_attention, which keep no rows",
     "gemma3": "wraps a text decoder .'gemma3_text'.*AutoModelForCausalLM",
@@ -42,6 +41,7 @@ def test_kinds_no_policy_serves(kind: str) -> None:
     [
         ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=False"),
         ("gpt2", {"add_cross_attention": True}, "without cross-attention"),
+        ("llama4", {"layer_types": ["chunked_attention"] * 4}, "chunks of 7 tokens in every layer.*no later chunk"),
         ("gemma3", {"use_bidirectional_attention": True}, "attends in both directions"),
     ],
 )
