@@ -20,7 +20,7 @@ from .engine import Composition, RunStatistics, Runtime
 from .errors import BackendAdmissionError, ConfigError, IntegrityError
 from .fingerprint import checkpoint_fingerprint
 from .frame import STEP, KeptTokens, LayerStep, Reader, active_cache, weakly
-from .geometry import CacheGeometry
+from .geometry import CacheGeometry, text_config
 from .layers import ANOTHER_MODEL, NOT_ATTACHED, ForeignAccess, layer_faces, policy_layer
 from .ledger import Ledger, account
 from .positions import RotarySpec
@@ -75,7 +75,7 @@ class PolicyCache(ForeignAccess, Cache):  # type: ignore[misc]
             self._geometry,
             rotary=weakly(self._rotary_spec),
             element_bytes=weakly(self._element_bytes),
-            alibi=self._patch.alibi(config),
+            alibi=self._patch.alibi(text_config(config)),
             foreign=stock_layers(config, self._geometry.foreign_layers),
         )
         composition.check_model(self._geometry)

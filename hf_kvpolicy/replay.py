@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attach import unwrap
+from .attach import attention_carrier, unwrap
 from .backends import backend_of, registered_name, run_stock
 from .cache import PolicyCache
 from .compat import cache_argument, register_attention, set_implementation
@@ -91,7 +91,7 @@ def capture_prompt(
     given = {"attention_mask": attention_mask, "position_ids": position_ids}
     arguments |= {name: value for name, value in given.items() if value is not None}
     layers: list[_Layer] = []
-    with _recording(inner, layers):
+    with _recording(attention_carrier(inner), layers):
         output = model(**arguments, use_cache=False, logits_to_keep=1)
     if len(layers) != int(text_config(inner.config).num_hidden_layers):
         raise UnsupportedModelError(

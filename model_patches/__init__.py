@@ -14,6 +14,7 @@ from .llama4 import Llama4Patch
 from .mistral import MistralPatch
 from .mixtral import MixtralPatch
 from .mpt import MptPatch
+from .multimodal import MRopePatch, Qwen35MultimodalPatch, WrapperPatch
 from .olmo2 import Olmo2Patch
 from .opt import OPTPatch
 from .own import OwnAttentionPatch
@@ -37,6 +38,7 @@ __all__ = [
     "LearnedPositionsPatch",
     "Llama4Patch",
     "LlamaPatch",
+    "MRopePatch",
     "MistralPatch",
     "MixtralPatch",
     "MptPatch",
@@ -45,7 +47,9 @@ __all__ = [
     "OwnAttentionPatch",
     "Phi3Patch",
     "ProbedPatch",
+    "Qwen35MultimodalPatch",
     "QwenPatch",
     "RotaryDecoderPatch",
     "SmolLM3Patch",
+    "WrapperPatch",
 ]

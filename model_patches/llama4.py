@@ -1,9 +1,9 @@
 """The text models of Llama 4: layers that rotate keys and attend within chunks, and full layers that do neither.
 
-The policy acts on the full layers, whose keys carry no position: with `cache_local` nothing of them has to be moved. Their
-queries are scaled by how many tokens were fed (temperature tuning) before attention sees them, so scores are taken of the
-scaled ones. Chunked layers hold what transformers' own cache would. A config without chunks rotates in full layers, by
-pairs of neighbours; the norm of queries and keys that follows does not see a rotation.
+The policy acts on the full layers, whose keys carry no position: with `cache_local` nothing of them has to be moved.
+Their queries are scaled by how many tokens were fed (temperature tuning) before attention sees them, so scores are
+taken of the scaled ones. Chunked layers hold what transformers' own cache would. A config without chunks rotates in
+full layers, by pairs of neighbours; the norm of queries and keys that follows does not see a rotation.
 """
 
 from __future__ import annotations

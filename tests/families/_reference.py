@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from hf_kvpolicy.geometry import STATE_LAYERS
+from hf_kvpolicy.geometry import STATE_LAYERS, text_config
 
 _MASK = AttentionMaskInterface()["eager"]
 
@@ -41,8 +41,14 @@ def attending(model: Any, name: str, attend: Any) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
+def _decoder(model: Any) -> Any:
+    """Return the module whose attention is named: a model, or the text decoder behind images."""
+    return model if text_config(model.config) is model.config else model.get_decoder()
+
+
 def _whole_cache(config: Any) -> DynamicCache:
     """Return transformers' own cache of every row, and of states where layers have them."""
+    config = text_config(config)
     has_states = any(kind in STATE_LAYERS for kind in getattr(config, "layer_types", None) or ())
     return DynamicCache(config=config) if has_states else DynamicCache()
 
@@ -62,7 +68,7 @@ class MaskedReference:
     @torch.no_grad()
     def feed(self, ids: Tensor, **arguments: Any) -> Tensor:
         """Return the logits of the tokens fed."""
-        with attending(self.model, "kvtest_masked", self._attend):
+        with attending(_decoder(self.model), "kvtest_masked", self._attend):
             return self.model(ids, **{CACHE: self.cache}, use_cache=True, **arguments).logits
 
     def _attend(

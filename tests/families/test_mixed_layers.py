@@ -1,4 +1,4 @@
-"""Models of full and sliding, or chunked, layers: the policy acts on the full ones, the others share every forward's fate."""
+"""Models of full and sliding (or chunked) layers: the policy acts on the full ones, all share every forward's fate."""
 
 from __future__ import annotations
 
