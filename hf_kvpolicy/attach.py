@@ -161,7 +161,7 @@ def attention_carrier(model: PreTrainedModel) -> PreTrainedModel:
     """Return the module whose attention is named: the model, or of one that feeds images to a decoder, the decoder."""
     if text_config(model.config) is model.config:
         return model
-    return cast(PreTrainedModel, model_patch(model.config).decoder(model))
+    return cast(PreTrainedModel, model.get_decoder())
 
 
 def unwrap(model: torch.nn.Module) -> PreTrainedModel:

@@ -12,7 +12,7 @@ __all__ = ["unsupported_because"]
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"} | STATE_LAYERS | NO_ATTENTION
 
 # Wrappers that prepare masks in which tokens of one image see one another.
-_LOOKS_AHEAD = frozenset({"colpali", "gemma3", "gemma3n", "paligemma", "shieldgemma2", "t5gemma2"})
+_LOOKS_AHEAD = frozenset({"colpali", "gemma3n", "paligemma", "shieldgemma2", "t5gemma2"})
 
 
 def unsupported_because(config: Any) -> str | None:

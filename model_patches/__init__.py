@@ -14,7 +14,7 @@ from .llama4 import Llama4Patch
 from .mistral import MistralPatch
 from .mixtral import MixtralPatch
 from .mpt import MptPatch
-from .multimodal import MRopePatch, Qwen35MultimodalPatch, WrapperPatch
+from .multimodal import Gemma3MultimodalPatch, MRopePatch, Qwen35MultimodalPatch, WrapperPatch
 from .olmo2 import Olmo2Patch
 from .opt import OPTPatch
 from .own import OwnAttentionPatch
@@ -29,6 +29,7 @@ __all__ = [
     "GPT2Patch",
     "GPTNeoXPatch",
     "Gemma2Patch",
+    "Gemma3MultimodalPatch",
     "Gemma3Patch",
     "Glm4Patch",
     "GptOssPatch",

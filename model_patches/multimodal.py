@@ -1,8 +1,8 @@
 """Models that put images (video, sound) before a text decoder: the decoder is attached, whatever feeds it is not.
 
 What stands for an image are tokens like any others: they are fed, scored, kept or dropped by the decoder's own policy.
-Their text family's patch says how the decoder works. Wrappers whose masks let tokens of an image look ahead are refused
-(`hf_kvpolicy/unsupported.py`).
+Their text family's patch says how the decoder works. Of wrappers that prepare masks in which tokens look ahead, all but
+Gemma 3 are refused (`hf_kvpolicy/unsupported.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hf_kvpolicy.registry import ModelPatch, model_patch, register_model_patch
 
 from .base import InterfacePatch, RotaryDecoderPatch
 
-__all__ = ["MRopePatch", "Qwen35MultimodalPatch", "WrapperPatch"]
+__all__ = ["Gemma3MultimodalPatch", "MRopePatch", "Qwen35MultimodalPatch", "WrapperPatch"]
 
 _NOT_MOVED = (
     "positions='cache_local' moves rotated keys, but positions of images here have three axes (M-RoPE), and a shift "
@@ -90,6 +90,34 @@ class Qwen35MultimodalPatch(WrapperPatch):
             UnsupportedModelError: always.
         """
         raise UnsupportedModelError(_NOT_MOVED)
+
+
+@register_model_patch
+class Gemma3MultimodalPatch(WrapperPatch):
+    """Gemma 3 with images, whose tokens see those of their own image on both sides.
+
+    The model around the decoder makes the masks, so a forward begins there; the rule it gives full layers is evaluated
+    on the rows that are held, as any rule is.
+    """
+
+    model_types = ("gemma3",)
+
+    def decoder(self, model: PreTrainedModel) -> torch.nn.Module:
+        """Return the model that joins images and text: it is given a 2-D mask, the text decoder ready-made ones."""
+        found: torch.nn.Module = getattr(model, "model", model)
+        return found
+
+    def decoder_layers(self, decoder: Any) -> Sequence[torch.nn.Module]:
+        """Return the text decoder's layers in order."""
+        return super().decoder_layers(decoder.get_decoder())
+
+    def attention(self, decoder: Any) -> torch.nn.Module:
+        """Return the text decoder's first attention module."""
+        return super().attention(decoder.get_decoder())
+
+    def rotary(self, decoder: Any, layers: Sequence[int]) -> RotarySpec:
+        """Return how the text decoder rotates keys."""
+        return super().rotary(decoder.get_decoder(), layers)
 
 
 @register_model_patch

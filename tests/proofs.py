@@ -99,6 +99,7 @@ MODELS: dict[str, tuple[str, str]] = {
     "mistral3": ("mistral3", ""),
     "internvl": ("internvl", ""),
     "llama4_images": ("llama4", "full and chunked layers"),
+    "gemma3_images": ("gemma3", "full and sliding layers"),
     "qwen2_vl": ("qwen2_vl", ""),
     "qwen2_5_vl": ("qwen2_5_vl", ""),
     "qwen3_5_images": ("qwen3_5", "full and linear attention"),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import BackendAdmissionError, ConfigError
 from ..frame import Reader
+from ..geometry import text_config
 from .snapshot import Frontier, Snapshot
 from .token_kinds import TokenKinds
 
@@ -139,7 +140,7 @@ def _refuse_modes(module: torch.nn.Module, arguments: Mapping[str, Any]) -> None
             "pass disable_compile=True to generate."
         )
     use_cache = arguments.get("use_cache")
-    if (config.use_cache if use_cache is None else use_cache) is False:
+    if (text_config(config).use_cache if use_cache is None else use_cache) is False:
         raise ConfigError(
             "The model runs with use_cache=False although a policy cache was given: transformers would feed the whole "
             "sequence again at every step. Pass use_cache=True, or set model.generation_config.use_cache = True."
@@ -150,7 +151,8 @@ def _refuse_modes(module: torch.nn.Module, arguments: Mapping[str, Any]) -> None
             "output_attentions=True asks for full attention matrices, which a compressed cache does not have. "
             "Run without it; use an uncompressed cache to inspect attention."
         )
-    if getattr(module, "gradient_checkpointing", False) and module.training:
+    layers: Any = module.get_decoder() if hasattr(module, "get_decoder") else module
+    if any(getattr(part, "gradient_checkpointing", False) and part.training for part in (module, layers)):
         raise ConfigError(
             "Gradient checkpointing in training mode drops the cache silently. Call model.eval(), or "
             "model.gradient_checkpointing_disable(), before using a policy cache."

@@ -117,6 +117,22 @@ WRAPPERS: dict[str, Wrapper] = {
         },
         {"image_token_index": IMAGE, "boi_token_index": _START, "eoi_token_index": _END},
     ),
+    # Tokens of an image see one another, in full layers and within sliding windows.
+    "gemma3_images": Wrapper(
+        {
+            "head_dim": 12,
+            "sliding_window": WINDOW_TOKENS,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "query_pre_attn_scalar": 6,
+        },
+        {"model_type": "siglip_vision_model"},
+        {
+            "image_token_index": IMAGE,
+            "boi_token_index": _START,
+            "eoi_token_index": _END,
+            "mm_tokens_per_image": 4,
+        },
+    ),
     "qwen2_vl": _qwen({"rope_parameters": _MROPE}, {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}),
     "qwen2_5_vl": _qwen(
         {"rope_parameters": _MROPE},
@@ -157,6 +173,9 @@ def _master(name: str, backend: str) -> Any:
         model: Any = AutoModelForImageTextToText.from_config(config, attn_implementation=backend)
     finally:
         torch.random.set_rng_state(state)
+    for parameter, weight in model.named_parameters():
+        if parameter.endswith("mm_input_projection_weight"):  # zeros, under which no image would matter
+            torch.nn.init.normal_(weight.detach(), std=0.2, generator=torch.Generator().manual_seed(0))
     model.generation_config.eos_token_id = None
     _require_runs(model.eval(), name)
     return model
@@ -177,13 +196,16 @@ def tiny_wrapper(name: str, backend: str = "sdpa") -> Any:
         return copy.deepcopy(_master(name, backend))
 
 
-def with_images(name: str, lengths: Sequence[int], seed: int = 0) -> tuple[Tensor, dict[str, Any]]:
-    """Return a left-padded batch of prompts of so many tokens, each with one image after its second token."""
+def with_images(
+    name: str, lengths: Sequence[int], seed: int = 0, before: int | None = 2
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return a left-padded batch of prompts of so many tokens, each with one image after so many words (None: all)."""
     wrapper, rows = WRAPPERS[name], []
     placeholders = torch.tensor([wrapper.placeholders])
     for row, length in enumerate(lengths):
         words = prompt(length - len(wrapper.placeholders), seed=seed + row) % 90 + 2
-        rows.append(torch.cat([words[:, :2], placeholders, words[:, 2:]], dim=1))
+        at = words.shape[1] if before is None else before
+        rows.append(torch.cat([words[:, :at], placeholders, words[:, at:]], dim=1))
     ids, mask = left_padded(rows)
     noise = torch.Generator().manual_seed(seed)
     pixels = torch.randn((len(rows), *wrapper.pixels), generator=noise)
@@ -192,6 +214,8 @@ def with_images(name: str, lengths: Sequence[int], seed: int = 0) -> tuple[Tenso
         given["pixel_values"] = pixels.flatten(0, 1)
         given["image_grid_thw"] = torch.tensor([[1, 2, 2]] * len(rows))
         given["mm_token_type_ids"] = (ids == IMAGE).long()
+    if name == "gemma3_images":
+        given["token_type_ids"] = (ids == IMAGE).long()
     for key, value in wrapper.extra.items():
         given[key] = torch.tensor([value] * len(rows))
     return ids, given

@@ -27,6 +27,7 @@ from torch import Tensor
 
 import hf_kvpolicy as kv
 from hf_kvpolicy.attach import attached_backend
+from hf_kvpolicy.evidence import LayerObservation, WindowVotes
 from hf_kvpolicy.replay import capture_prompt, replay_prompt
 
 from ._reference import MaskedReference
@@ -36,8 +37,9 @@ LENGTHS = (21, 15)
 SMALL: dict[str, Any] = {"budget": 8, "window": 3, "kernel_size": 3}
 POLICIES = policies() if FULL else ("snapkv",) if BRIEF else ("snapkv", "streaming_llm", "adakv")
 EVICTING = [name for name in POLICIES if has_budget(name) and name not in PRUNING]
+MIXED = ("gemma3_images", "llama4_images")
 # Where every layer may lose tokens, and positions are those of text.
-PLAIN = [name for name, wrapper in WRAPPERS.items() if not wrapper.has_axes and name != "llama4_images"]
+PLAIN = [name for name, wrapper in WRAPPERS.items() if not wrapper.has_axes and name not in MIXED]
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 AXES = [name for name, wrapper in WRAPPERS.items() if wrapper.has_axes]
 
@@ -87,6 +89,8 @@ def test_turns_and_chunks(family: str, name: str) -> None:
                 told = told if not start else {}
                 if "mm_token_type_ids" in given:
                     told["mm_token_type_ids"] = given["mm_token_type_ids"][:, start:stop]
+                if "token_type_ids" in given and not start:
+                    told["token_type_ids"] = given["token_type_ids"][:, :stop]
                 logits.append(forward(each, ids[:, start:stop], cache, **told)[:, -1])
             for token in prompt(3, seed=4).split(1, dim=1):
                 logits.append(forward(each, token, cache)[:, -1])
@@ -94,6 +98,10 @@ def test_turns_and_chunks(family: str, name: str) -> None:
             # With axes, transformers numbers a later image of its own prompt only through generate.
             more, again = with_images(family, (11,), seed=5)
             told = {key: part for key, part in again.items() if key != "attention_mask"}
+            if "token_type_ids" in told:  # of all columns
+                told["token_type_ids"] = torch.cat(
+                    [torch.zeros(1, 24, dtype=torch.long), told["token_type_ids"]], dim=1
+                )
             with torch.no_grad():
                 logits.append(forward(each, more, cache, **told)[:, -1])
         outputs.append(torch.stack(logits))
@@ -135,6 +143,39 @@ def test_logits_equal_dense_attention_over_the_kept_rows(family: str, name: str)
     assert int(cache.stored_rows(cache.policy_layers[0]).max()) < max(LENGTHS)
 
 
+@pytest.fixture
+def votes(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The votes that observation windows gave, by layer, before heads are reduced."""
+    found: list[Tensor] = []
+    own = WindowVotes.votes
+
+    def recorded(self: WindowVotes, seen: LayerObservation, *, group: str, score_heads: int) -> Tensor:
+        found.append(own(self, seen, group=group, score_heads=score_heads))
+        return found[-1]
+
+    monkeypatch.setattr(WindowVotes, "votes", recorded)
+    return found
+
+
+@pytest.mark.proves("evidence", policy="snapkv")
+@pytest.mark.parametrize("family", WRAPPERS)
+def test_votes_of_an_image_equal_eager_attention(family: str, votes: list[Tensor]) -> None:
+    """The window is the image itself, whose tokens may look ahead."""
+    ids, given = with_images(family, LENGTHS, before=None)
+    with torch.no_grad():
+        weights = tiny_wrapper(family, "eager")(ids, **given, output_attentions=True, use_cache=False).attentions
+        model = tiny_wrapper(family)
+        cache = kv.SnapKVCache(model, **SMALL, owner="query_head")
+        forward(model, ids, cache, **given)
+    by_layer = dict(zip(cache.geometry.attending_layers, weights, strict=True))
+    for layer, found in zip(cache.policy_layers, votes, strict=True):
+        wanted = by_layer[layer][:, :, -3:]
+        if family == "gemma3_images":
+            assert (wanted.triu(wanted.shape[-1] - 2) > 1e-4).any(), "no token looked ahead"
+        for row, length in enumerate(LENGTHS):
+            torch.testing.assert_close(found[row, :, -length:], wanted.sum(2)[row, :, -length:], atol=1e-5, rtol=0)
+
+
 @pytest.mark.proves("evidence", policy="h2o")
 @pytest.mark.parametrize("family", WRAPPERS)
 def test_carried_scores_equal_sums_of_eager_attention(family: str) -> None:
@@ -174,7 +215,7 @@ def test_only_the_decoder_is_attached(family: str) -> None:
     towers = {name: part for name, part in model.named_modules() if hasattr(part, "config")}
     names = {name: str(part.config._attn_implementation) for name, part in towers.items()}
     kv.attach(kv.attach(model))
-    decoder = kv.SnapKVCache(model, **SMALL)._patch.decoder(model)
+    decoder = model.get_decoder()
     assert attached_backend(model) == "sdpa"
     for name, part in towers.items():
         found = str(part.config._attn_implementation)
@@ -197,7 +238,7 @@ def test_positions_with_axes_are_not_moved(family: str) -> None:
 
 
 @pytest.mark.proves("any", policy="pyramidinfer", refused=True)
-@pytest.mark.parametrize("family", [*AXES, "llama4_images"])
+@pytest.mark.parametrize("family", [*AXES, *MIXED])
 def test_tokens_are_not_dropped_between_layers(family: str) -> None:
     with pytest.raises(kv.UnsupportedModelError, match="snapkv"):
         kv.PyramidInferCache(tiny_wrapper(family), budget=8)
@@ -246,7 +287,7 @@ class Died(Exception):
 
 
 @pytest.mark.proves("failures", policy="snapkv")
-@pytest.mark.parametrize("family", ["llava", "qwen3_5_images", "qwen2_vl"])
+@pytest.mark.parametrize("family", ["llava", "gemma3_images", "qwen3_5_images", "qwen2_vl"])
 def test_a_forward_that_dies_leaves_no_trace(family: str) -> None:
     model = tiny_wrapper(family)
     cache, calm = (kv.SnapKVCache(model, **SMALL) for _ in range(2))
@@ -271,7 +312,7 @@ def test_a_forward_that_dies_leaves_no_trace(family: str) -> None:
 
 
 @pytest.mark.proves("saved", policy="snapkv")
-@pytest.mark.parametrize("family", ["llava", "qwen3_5_images", "qwen2_vl"])
+@pytest.mark.parametrize("family", ["llava", "gemma3_images", "qwen3_5_images", "qwen2_vl"])
 def test_saved_and_loaded(family: str, tmp_path: Path) -> None:
     model = tiny_wrapper(family)
     cache = kv.SnapKVCache(model, **SMALL)
@@ -298,8 +339,9 @@ def test_prompt_lookup_behind_an_image() -> None:
     assert torch.equal(*answers)
 
 
-def test_a_text_prompt_is_captured_and_replayed() -> None:
-    model = tiny_wrapper("llava")
+@pytest.mark.parametrize("family", ["llava", "gemma3_images"])
+def test_a_text_prompt_is_captured_and_replayed(family: str) -> None:
+    model = tiny_wrapper(family)
     run, replayed = (kv.SnapKVCache(model, **SMALL) for _ in range(2))
     with torch.no_grad():
         forward(model, prompt(20), run)

@@ -21,7 +21,6 @@ REASONS = {
     "gemma3n_text": "shares keys and values between layers",
     "deepseek_v4": "layers of kind compressed_sparse_attention",
     "mamba": "only layers of kind linear_attention, which keep no rows",
-    "gemma3": "wraps a text decoder .'gemma3_text'.*one another in both directions.*AutoModelForCausalLM",
     "paligemma": "wraps a text decoder .'gemma'.*one another in both directions",
     "voxtral": "wraps a text decoder .'llama'.*has no patch.*AutoModelForCausalLM",
     "t5": "encoder-decoder",
