@@ -122,9 +122,12 @@ class Gemma3MultimodalPatch(WrapperPatch):
 
 @register_model_patch
 class MRopePatch(RotaryDecoderPatch):
-    """Qwen2-VL and Qwen2.5-VL: decoders as Qwen 2 whose positions have three axes."""
+    """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: decoders as Qwen 2 and 3 whose positions have three axes.
 
-    model_types = ("qwen2_5_vl", "qwen2_vl")
+    Qwen3-VL adds to the hidden states of images between its first layers, which is no matter of rows.
+    """
+
+    model_types = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl")
 
     def rotary(self, decoder: torch.nn.Module, layers: Sequence[int]) -> RotarySpec:
         """Refuse.

@@ -102,6 +102,7 @@ MODELS: dict[str, tuple[str, str]] = {
     "gemma3_images": ("gemma3", "full and sliding layers"),
     "qwen2_vl": ("qwen2_vl", ""),
     "qwen2_5_vl": ("qwen2_5_vl", ""),
+    "qwen3_vl": ("qwen3_vl", ""),
     "qwen3_5_images": ("qwen3_5", "full and linear attention"),
     "mpt": ("mpt", ""),
     "mpt_6_heads": ("mpt", ""),

@@ -151,8 +151,7 @@ def _refuse_modes(module: torch.nn.Module, arguments: Mapping[str, Any]) -> None
             "output_attentions=True asks for full attention matrices, which a compressed cache does not have. "
             "Run without it; use an uncompressed cache to inspect attention."
         )
-    layers: Any = module.get_decoder() if hasattr(module, "get_decoder") else module
-    if any(getattr(part, "gradient_checkpointing", False) and part.training for part in (module, layers)):
+    if module.training and any(getattr(part, "gradient_checkpointing", False) for part in module.modules()):
         raise ConfigError(
             "Gradient checkpointing in training mode drops the cache silently. Call model.eval(), or "
             "model.gradient_checkpointing_disable(), before using a policy cache."

@@ -144,6 +144,16 @@ WRAPPERS: dict[str, Wrapper] = {
             "fullatt_block_indexes": [0],
         },
     ),
+    "qwen3_vl": _qwen(
+        {"rope_parameters": {**_MROPE, "mrope_section": [3, 2, 1]}, "head_dim": 12},
+        {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+    ),
     "qwen3_5_images": _qwen(
         {
             "head_dim": 16,
