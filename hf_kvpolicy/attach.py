@@ -1,9 +1,9 @@
 """Making a model ready for policy caches, and undoing it exactly.
 
 What `attach` leaves on a model is one registered implementation name in its config, or forwards bound on its attention
-modules where those are no functions of transformers (`own_attention`), two forward pre-hooks that hold no state, on the
-model and on its text decoder, and the methods that its family's patch names; all can be read back from the model
-itself, so nothing is remembered elsewhere and copies of a model work.
+modules where those are no functions of transformers (`own_attention`), hooks without state on the model and on its text
+decoder, and the methods that its family's patch names; all can be read back from the model itself, so nothing is
+remembered elsewhere and copies of a model work.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from .cache import PolicyCache
 from .compat import cache_of_call, model_supports, set_implementation
 from .errors import BackendAdmissionError, ConfigError, UnsupportedModelError
 from .fingerprint import config_digest
-from .frame import READER, Reader, enter_forward, take_reader
-from .geometry import CacheGeometry
+from .frame import READER, Reader, active_cache, enter_forward, take_reader
+from .geometry import CacheGeometry, text_config
 from .own_attention import bind, bound_backend, unbind
 from .probe import PROBE_TOKENS, probe_finding
 from .pruning import stop_pruning
 from .registry import ModelPatch, model_patch, remember_probed, supported_model_types
 from .unsupported import unsupported_because
 
-__all__ = ["attach", "attached_backend", "detach", "family_of", "model_and_config", "unwrap"]
+__all__ = ["attach", "attached_backend", "attention_carrier", "detach", "family_of", "model_and_config", "unwrap"]
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 # Classes and configs of models without a patch that were checked, or are served unproven.
@@ -53,22 +53,23 @@ def attach(model: _Model, backend: str | None = None) -> _Model:
     """
     inner = unwrap(model)
     patch = family_of(inner)
-    before = str(inner.config._attn_implementation)
     decoder = patch.decoder(inner)
+    named = attention_carrier(inner)
+    before = str(named.config._attn_implementation)
     own = patch.own_attention(decoder) if patch.attends_itself else None
     bound = None if own is None else bound_backend(own.modules)
     name = registered_name(backend or bound or backend_of(before) or before)
     admit_backend(BACKENDS[name])
     if own is not None:
         bind(own, BACKENDS[name])
-    elif before not in (name, BACKENDS[name]) and not model_supports(inner, BACKENDS[name]):
+    elif before not in (name, BACKENDS[name]) and not model_supports(named, BACKENDS[name]):
         raise BackendAdmissionError(
-            f"{type(inner).__name__} does not run under {BACKENDS[name]!r} in transformers, which lacks something that "
+            f"{type(named).__name__} does not run under {BACKENDS[name]!r} in transformers, which lacks something that "
             'its attention does (a cap on logits, attention sinks, ...). Call attach(model, backend="eager").'
         )
-    elif before != name and not set_implementation(inner, name):
+    elif before != name and not set_implementation(named, name):
         raise UnsupportedModelError(
-            f"{type(inner).__name__} keeps its own attention implementation ({inner.config._attn_implementation!r}); "
+            f"{type(named).__name__} keeps its own attention implementation ({named.config._attn_implementation!r}); "
             "it does not run through transformers' attention interface."
         )
     else:
@@ -76,6 +77,8 @@ def attach(model: _Model, backend: str | None = None) -> _Model:
     for module, hook in _places(inner, decoder):
         if not _hooks(module, hook):
             module.register_forward_pre_hook(hook, with_kwargs=True)
+    if CacheGeometry.from_config(decoder.config).state_layers and _after_forward not in decoder._forward_hooks.values():
+        decoder.register_forward_hook(_after_forward)
     for method, function in patch.methods(inner.config).items():
         if hasattr(inner, method):
             setattr(inner, method, MethodType(function, inner))
@@ -107,6 +110,12 @@ def _proof(model: PreTrainedModel, kind: str) -> str:
             stacklevel=4,
         )
         return "unproven"
+    if CacheGeometry.from_config(model.config).state_layers:
+        raise UnsupportedModelError(
+            f"The model family {kind!r} is not supported: it has no patch, and what its linear-attention layers do "
+            "with their states cannot be checked from outside. Supported families: "
+            f"{', '.join(supported_model_types())}."
+        )
     finding = probe_finding(model, CacheGeometry.from_config(model.config))
     if finding is not None:
         raise UnsupportedModelError(
@@ -120,28 +129,39 @@ def _proof(model: PreTrainedModel, kind: str) -> str:
 def detach(model: _Model) -> _Model:
     """Restore the model's own attention implementation and remove every hook; returns the model. Idempotent."""
     inner = unwrap(model)
-    backend = backend_of(str(inner.config._attn_implementation))
-    if backend is None and bound_backend(inner.modules()) is None:
+    if attached_backend(inner) is None:
         return model
     patch = model_patch(inner.config)
     decoder = patch.decoder(inner)
+    named = attention_carrier(inner)
+    backend = backend_of(str(named.config._attn_implementation))
     for module, hook in _places(inner, decoder):
         for key in _hooks(module, hook):
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
+    for key in [key for key, hook in decoder._forward_hooks.items() if hook is _after_forward]:
+        del decoder._forward_hooks[key]
     for method in patch.methods(inner.config):
         inner.__dict__.pop(method, None)
     stop_pruning(decoder.modules())
     unbind(decoder.modules())
     if backend is not None:
-        set_implementation(inner, backend)
+        set_implementation(named, backend)
     return model
 
 
 def attached_backend(model: torch.nn.Module) -> str | None:
     """Return the wrapped backend's name, or None for a model that is not attached."""
     inner = unwrap(model)
-    return backend_of(str(inner.config._attn_implementation)) or bound_backend(inner.modules())
+    name = str(text_config(inner.config)._attn_implementation)
+    return backend_of(name) or bound_backend(inner.modules())
+
+
+def attention_carrier(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the module whose attention is named: the model, or of one that feeds images to a decoder, the decoder."""
+    if text_config(model.config) is model.config:
+        return model
+    return cast(PreTrainedModel, model.get_decoder())
 
 
 def unwrap(model: torch.nn.Module) -> PreTrainedModel:
@@ -204,6 +224,7 @@ def _before_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
         Reader(
             has_labels=arguments.get("labels") is not None,
             logits_to_keep=arguments.get("logits_to_keep", 0) if chooses else None,
+            input_ids=arguments.get("input_ids"),
         )
     )
 
@@ -221,3 +242,10 @@ def _before_forward(
     enter_forward(cache)
     cache.begin_forward(cast(PreTrainedModel, module), arguments, reader)
     return None
+
+
+def _after_forward(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """End the forward of a model with linear attention, whose last attention is not the last change of a state."""
+    cache = active_cache()
+    if cache is not None:
+        cache.end_forward()

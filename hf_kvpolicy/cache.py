@@ -20,8 +20,8 @@ from .engine import Composition, RunStatistics, Runtime
 from .errors import BackendAdmissionError, ConfigError, IntegrityError
 from .fingerprint import checkpoint_fingerprint
 from .frame import STEP, KeptTokens, LayerStep, Reader, active_cache, weakly
-from .geometry import CacheGeometry
-from .layers import ANOTHER_MODEL, NOT_ATTACHED, layer_faces, policy_layer
+from .geometry import CacheGeometry, text_config
+from .layers import ANOTHER_MODEL, NOT_ATTACHED, ForeignAccess, layer_faces, policy_layer
 from .ledger import Ledger, account
 from .positions import RotarySpec
 from .pruning import prune_between
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["PolicyCache"]
 
 
-class PolicyCache(Cache):  # type: ignore[misc]
+class PolicyCache(ForeignAccess, Cache):  # type: ignore[misc]
     """Base of all policy caches. Pass it to `model(...)` or `model.generate(...)` like any transformers cache.
 
     `get_seq_length()` counts every column ever fed, pads included; `stored_rows(layer)` counts what is stored.
@@ -75,7 +75,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
             self._geometry,
             rotary=weakly(self._rotary_spec),
             element_bytes=weakly(self._element_bytes),
-            alibi=self._patch.alibi(config),
+            alibi=self._patch.alibi(text_config(config)),
             foreign=stock_layers(config, self._geometry.foreign_layers),
         )
         composition.check_model(self._geometry)
@@ -123,7 +123,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return (columns after this forward, 0), not slots; a layer no policy acts on answers as transformers' own."""
-        if layer_idx in self._geometry.foreign_layers:
+        if layer_idx in self._geometry.attending_foreign:
             return tuple(self.foreign_layer(layer_idx).get_mask_sizes(int(query_length)))
         return self._runtime.columns + int(query_length), 0
 
@@ -153,15 +153,16 @@ class PolicyCache(Cache):  # type: ignore[misc]
         There is no `offloading=True`: transformers then swaps layers in and out during a forward, but a forward here
         publishes all layers at once, so that all must be present.
         """
-        if layer_idx not in self._geometry.foreign_layers:
+        # Layers no policy acts on stay where they are.
+        if layer_idx is None or not self._geometry.leaves_alone(layer_idx):
             self._runtime.offload(None if layer_idx is None else self._checked(layer_idx))
 
     def prefetch(self, layer_idx: int | None = None, only_non_sliding: bool = True) -> None:
         """Bring one layer, or everything, back to the device it was on before `offload`; nothing else changes."""
         # transformers counts on in a circle after the last layer.
-        layer, foreign = (None, False) if layer_idx is None else self._geometry.place_of(layer_idx % len(self.layers))
-        if not foreign:
-            self._runtime.prefetch(layer)
+        layer = None if layer_idx is None else layer_idx % len(self.layers)
+        if layer is None or not self._geometry.leaves_alone(layer):
+            self._runtime.prefetch(None if layer is None else self._checked(layer))
 
     def reset(self) -> None:
         """Forget everything; the cache then serves a new request."""
@@ -212,7 +213,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
 
     @property
     def policy_layers(self) -> tuple[int, ...]:
-        """The model's numbers of the layers the policy acts on; in a model of full and sliding layers the full ones."""
+        """The model's numbers of the layers the policy acts on: the full ones, beside layers of other kinds."""
         return self._geometry.model_layers
 
     @property
@@ -259,10 +260,6 @@ class PolicyCache(Cache):  # type: ignore[misc]
         Dense storage gives [B, S, W, D] (of a merged pair, what it restores), ragged storage the flat slots [N, D].
         """
         return self._runtime.snapshot.view(self._checked(layer))
-
-    def foreign_layer(self, layer: int) -> Any:
-        """Return transformers' own layer behind a layer no policy acts on, as it is now. Read it; do not change it."""
-        return self._runtime.foreign[self._geometry.foreign_layers.index(layer)]
 
     @property
     def manifest(self) -> KVVisibilityPolicyManifest:

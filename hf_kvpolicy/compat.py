@@ -9,6 +9,7 @@ from typing import Any
 
 import transformers
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 from transformers.masking_utils import (
     AttentionMaskInterface,
     causal_mask_function,
@@ -23,6 +24,7 @@ __all__ = [
     "backend_is_available",
     "cache_argument",
     "cache_of_call",
+    "holds_states",
     "is_plain_causal",
     "mask_function",
     "mask_rule",
@@ -121,8 +123,22 @@ class NotedCache(DynamicCache):  # type: ignore[misc]
 
 
 def stock_layers(config: Any, numbers: Sequence[int]) -> tuple[Any, ...]:
-    """Return the empty cache layers that transformers itself would make for some layers of a model."""
-    return tuple(DynamicCache(config=config).layers[number] for number in numbers) if numbers else ()
+    """Return the empty cache layers that transformers itself would make for what no policy acts on in some layers.
+
+    Of a layer with both attention and states, that is a layer of the states.
+    """
+    made = [DynamicCache(config=config).layers[number] for number in numbers] if numbers else []
+    return tuple(
+        LinearAttentionLayer(number_of_states=layer.number_of_states)
+        if holds_states(layer) and isinstance(layer, CacheLayerMixin)
+        else layer
+        for layer in made
+    )
+
+
+def holds_states(layer: Any) -> bool:
+    """Whether a cache layer holds states of linear attention."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
 
 
 def transformers_version() -> str:

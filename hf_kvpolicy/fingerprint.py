@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 import torch
@@ -71,4 +72,6 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+    # A limit that is none may be an infinite number, which JSON does not have.
+    told = isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
+    return value if value is None or told else str(value)

@@ -61,6 +61,8 @@ class Reader:
     has_labels: bool
     # As the call gives it; 0 is every position. None for a call whose head does not choose.
     logits_to_keep: Any
+    # The call's tokens, which a decoder behind images is given as embeddings.
+    input_ids: Tensor | None = None
 
 
 READER: ContextVar[Reader | None] = ContextVar("hf_kvpolicy_reader", default=None)

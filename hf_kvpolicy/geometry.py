@@ -6,12 +6,17 @@ T query tokens, N rows of a view, C slots of a buffer, D head dimension, M map h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .errors import ConfigError, UnsupportedModelError
 
-__all__ = ["NAME_BRANCHING_MODEL_TYPES", "CacheGeometry", "text_config"]
+__all__ = ["NAME_BRANCHING_MODEL_TYPES", "NO_ATTENTION", "STATE_LAYERS", "CacheGeometry", "text_config"]
+
+# What `layer_types` calls layers with states of linear attention or short convolutions, and layers without attention.
+STATE_LAYERS = frozenset({"conv", "hybrid", "linear_attention"})
+NO_ATTENTION = frozenset({"conv", "linear_attention", "mlp", "moe"})
 
 # Families whose code compares config._attn_implementation with a stock name. Under our name they would take another
 # branch, so they are refused until a patch handles them.
@@ -39,17 +44,22 @@ class CacheGeometry:
     """The shapes every cache, store and score of one model agrees on."""
 
     model_type: str
-    # Layers a policy acts on. In a model of full and sliding layers these are the full ones.
+    # Layers a policy acts on: those with full attention, or all with attention where every one of them slides.
     num_layers: int
+    # Layers of the model, whatever they do.
+    total_layers: int
     num_query_heads: int
     num_kv_heads: int
     key_dim: int
     value_dim: int
     # Width of the model's own sliding window per layer, self included; None where attention is full.
     window_tokens: tuple[int | None, ...]
-    # The model's numbers of the layers a policy acts on, and of those that transformers' own layers hold.
+    # The model's numbers of the layers a policy acts on, and of those that hold what no policy acts on, in
+    # transformers' own cache layers: rows of sliding and chunked attention, states of linear attention.
     model_layers: tuple[int, ...]
     foreign_layers: tuple[int, ...] = ()
+    # The foreign ones with states. A hybrid layer has both: rows that the policy acts on, and states.
+    state_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Reject shapes that no grouped-query attention has.
@@ -67,13 +77,22 @@ class CacheGeometry:
             )
 
     @property
-    def total_layers(self) -> int:
-        """Layers of the model that hold keys and values."""
-        return len(self.model_layers) + len(self.foreign_layers)
+    def attending_foreign(self) -> tuple[int, ...]:
+        """The layers whose keys and values transformers' own cache layers hold."""
+        return tuple(layer for layer in self.foreign_layers if layer not in self.state_layers)
+
+    @property
+    def attending_layers(self) -> tuple[int, ...]:
+        """The layers that call attention, in order."""
+        return tuple(sorted(self.model_layers + self.attending_foreign))
+
+    def leaves_alone(self, layer: int) -> bool:
+        """Whether a layer of the model is none of the policy's."""
+        return 0 <= layer < self.total_layers and layer not in self.model_layers
 
     def place_of(self, layer: int) -> tuple[int, bool]:
-        """Return a model's layer as its number among the policy's layers or (True) among the others."""
-        foreign = layer in self.foreign_layers
+        """Return an attending layer as its number among the policy's layers or (True) among the foreign ones."""
+        foreign = layer not in self.model_layers
         return (self.foreign_layers if foreign else self.model_layers).index(layer), foreign
 
     @property
@@ -120,10 +139,12 @@ class CacheGeometry:
             ) from None
         head_dim = int(getattr(text, "head_dim", None) or hidden // heads)
         windows = _windows(text, layers)
-        own, foreign = _shared_out(windows)
+        kinds = tuple(getattr(text, "layer_types", None) or ("full_attention",) * layers)
+        own, foreign, states = _shared_out(kinds, windows)
         return cls(
             model_type=str(text.model_type),
             num_layers=len(own),
+            total_layers=len(windows),
             num_query_heads=heads,
             num_kv_heads=_kv_heads(text, heads),
             key_dim=head_dim,
@@ -131,6 +152,7 @@ class CacheGeometry:
             window_tokens=tuple(windows[layer] for layer in own),
             model_layers=own,
             foreign_layers=foreign,
+            state_layers=states,
         )
 
 
@@ -151,18 +173,25 @@ def _kv_heads(config: Any, heads: int) -> int:
 
 
 def _windows(config: Any, layers: int) -> tuple[int | None, ...]:
-    window = getattr(config, "sliding_window", None)
-    if window is None or getattr(config, "use_sliding_window", True) is False:
-        return (None,) * layers
+    """Return how many tokens a layer's attention reaches back, self included; None for all, or no attention."""
     types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
     if types is None:
-        return (int(window),) * layers
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in types)
+        return (None if window is None else int(window),) * layers
+    chunk = getattr(config, "attention_chunk_size", None)
+    found = ({"sliding_attention": window, "chunked_attention": chunk}.get(kind) for kind in types)
+    return tuple(None if tokens is None else int(tokens) for tokens in found)
 
 
-def _shared_out(windows: tuple[int | None, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the layers a policy acts on and the others: full ones, or all where every layer slides."""
-    full = tuple(layer for layer, window in enumerate(windows) if window is None)
-    if not full:
-        return tuple(range(len(windows))), ()
-    return full, tuple(layer for layer in range(len(windows)) if layer not in full)
+def _shared_out(
+    kinds: Sequence[str], windows: Sequence[int | None]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return the layers a policy acts on, those that transformers' own cache layers hold, and those with states."""
+    layers = range(len(windows))
+    states = tuple(layer for layer in layers if kinds[layer] in STATE_LAYERS)
+    attending = [layer for layer in layers if kinds[layer] not in NO_ATTENTION]
+    own = tuple(layer for layer in attending if windows[layer] is None) or tuple(attending)
+    foreign = tuple(layer for layer in layers if layer in states or (layer in attending and layer not in own))
+    return own, foreign, states

@@ -6,20 +6,27 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from .errors import ConfigError
+from .engine import SUPERSEDED
+from .errors import ConfigError, StaleGenerationError
+from .frame import active_cache
 from .geometry import CacheGeometry
 
 if TYPE_CHECKING:
     from .cache import PolicyCache
+    from .engine import Runtime
 
 __all__ = [
     "ANOTHER_MODEL",
     "NOT_ATTACHED",
     "CacheFace",
+    "ForeignAccess",
     "ForeignLayer",
+    "HybridLayer",
+    "LayerWithoutAttention",
     "PolicyLayer",
+    "StateLayer",
     "layer_faces",
     "policy_layer",
 ]
@@ -35,15 +42,14 @@ ANOTHER_MODEL = (
 )
 
 
-class CacheFace(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's face to transformers. Every call goes to the cache, which changes all layers together."""
+class LayerWithoutAttention:
+    """One layer's face to transformers; of a layer without attention that is all. Every call goes to the cache."""
 
     is_compileable = False
-    is_croppable = True
     supports_early_init = False
 
     def __init__(self, cache: PolicyCache, layer: int) -> None:
-        # The base class would give the layer tensors of its own.
+        # The base classes would give the layer tensors of its own.
         self._cache = weakref.ref(cache)
         self._layer = layer
 
@@ -56,9 +62,9 @@ class CacheFace(CacheLayerMixin):  # type: ignore[misc]
         return cache
 
     @property
-    def is_initialized(self) -> bool:
-        """Whether a token was ever fed."""
-        return self.cache.get_seq_length() > 0
+    def is_croppable(self) -> bool:
+        """Whether what this layer holds lets tokens be taken back; what the policy dropped may still forbid it."""
+        return True
 
     @property
     def record_past(self) -> bool:
@@ -68,21 +74,6 @@ class CacheFace(CacheLayerMixin):  # type: ignore[misc]
     @record_past.setter
     def record_past(self, on: bool) -> None:
         self.cache.set_recording(on)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to prepare: buffers are made by the first publication."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Hand this layer's new rows to the cache."""
-        return self.cache.update(key_states, value_states, self._layer, *args, **kwargs)
-
-    def get_mask_sizes(self, query_length: int, *args: Any) -> tuple[int, int]:
-        """Return what the cache says of this layer: (columns a mask is about, the first of them)."""
-        return self.cache.get_mask_sizes(query_length, self._layer)
-
-    def get_seq_length(self) -> int:
-        """Return the columns ever fed."""
-        return self.cache.get_seq_length()
 
     def offload(self) -> None:
         """Move what this layer holds to the CPU."""
@@ -107,9 +98,47 @@ class CacheFace(CacheLayerMixin):  # type: ignore[misc]
             "counters. Call cache.reorder_cache(beam_idx) once."
         )
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse: tokens are taken back from all layers at once, by the cache.
+
+        Raises:
+            ConfigError: always; the message names the call to make.
+        """
+        raise ConfigError(
+            f"Layer {self._layer} of a policy cache cannot be cropped alone. Call cache.crop({tokens_to_remove}) once."
+        )
+
     def activate_past_recording(self) -> None:
         """Let finished forwards wait for acceptance."""
         self.cache.set_recording(True)
+
+    def get_max_length(self) -> int:
+        """Return -1: any number of tokens may be fed."""
+        return -1
+
+
+class CacheFace(LayerWithoutAttention, CacheLayerMixin):  # type: ignore[misc]
+    """The face of a layer with attention."""
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether a token was ever fed."""
+        return self.cache.get_seq_length() > 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to prepare: buffers are made by the first publication."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Hand this layer's new rows to the cache."""
+        return self.cache.update(key_states, value_states, self._layer, *args, **kwargs)
+
+    def get_mask_sizes(self, query_length: int, *args: Any) -> tuple[int, int]:
+        """Return what the cache says of this layer: (columns a mask is about, the first of them)."""
+        return self.cache.get_mask_sizes(query_length, self._layer)
+
+    def get_seq_length(self) -> int:
+        """Return the columns ever fed."""
+        return self.cache.get_seq_length()
 
 
 class PolicyLayer(CacheFace):
@@ -127,13 +156,9 @@ class PolicyLayer(CacheFace):
         """Values in this layer's slots, [B, S, W, D]."""
         return self.cache.stored_view(self._layer)[1]
 
-    def get_max_length(self) -> int:
-        """Return -1: any number of tokens may be fed."""
-        return -1
-
 
 class ForeignLayer(CacheFace):
-    """The face of a sliding layer beside full ones: what transformers' own layer holds, in the cache's versions."""
+    """The face of a sliding or chunked layer beside full ones: what transformers' own layer holds, in versions."""
 
     is_sliding = True
 
@@ -154,10 +179,116 @@ class ForeignLayer(CacheFace):
         return int(self.cache.foreign_layer(self._layer).get_max_length())
 
 
-def layer_faces(cache: PolicyCache, geometry: CacheGeometry) -> list[CacheFace]:
+class StateLayer(LayerWithoutAttention, LinearAttentionCacheLayerMixin):  # type: ignore[misc]
+    """The face of a layer with linear attention: what transformers' own layer holds, in the cache's versions.
+
+    Models write states in place. What they are given inside a forward is that forward's copy; outside it is one that
+    nobody reads again.
+    """
+
+    @property
+    def number_of_states(self) -> int:
+        """Convolutions, or recurrences, of this layer."""
+        return int(self.cache.foreign_layer(self._layer).number_of_states)
+
+    @property
+    def conv_states(self) -> dict[int, Tensor | None]:
+        """The last inputs of each convolution, [B, channels, kernel]; None before the first token."""
+        return self.cache.states_of(self._layer, "conv_states")
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor | None]:
+        """The state of each recurrence; None before the first token, and where there is none."""
+        return self.cache.states_of(self._layer, "recurrent_states")
+
+    @property
+    def has_previous_state(self) -> dict[int, bool]:
+        """Whether a token was fed, as this layer tells the model."""
+        return dict(self.cache.foreign_layer(self._layer).has_previous_state)
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether tokens can be taken back: not from a recurrence, and unknown before the first token."""
+        return bool(self.cache.foreign_layer(self._layer).is_croppable)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to prepare: states are made by the first forward."""
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Take the new inputs of a convolution; return all that it reads."""
+        found: Tensor = self.cache.working_layer(self._layer).update_conv_state(conv_states, state_idx, **kwargs)
+        return found
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Take the state of a recurrence after this forward's tokens."""
+        working = self.cache.working_layer(self._layer)
+        found: Tensor = working.update_recurrent_state(recurrent_states, state_idx, **kwargs)
+        return found
+
+
+class HybridLayer(PolicyLayer, StateLayer):
+    """The face of a layer with attention, on whose rows the policy acts, and linear attention beside it."""
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to prepare."""
+
+
+class ForeignAccess:
+    """What a `PolicyCache` says of layers, or parts of layers, that no policy acts on."""
+
+    layers: list[Any]
+    _geometry: CacheGeometry
+    _runtime: Runtime
+
+    def foreign_layer(self, layer: int) -> Any:
+        """Return transformers' own layer behind what no policy acts on, as it is now. Read it; do not change it."""
+        return self._runtime.foreign[self._geometry.foreign_layers.index(layer)]
+
+    def working_layer(self, layer: int) -> Any:
+        """Return that layer inside a forward, which may change it.
+
+        Raises:
+            ConfigError: no forward of this cache runs in this thread.
+            StaleGenerationError: another forward of this cache began meanwhile.
+        """
+        if active_cache() is not self or not self._runtime.begun_here():
+            raise ConfigError(NOT_ATTACHED)
+        if self._runtime.step is None or not self._runtime.is_latest():
+            raise StaleGenerationError(SUPERSEDED)
+        return self.foreign_layer(layer)
+
+    def states_of(self, layer: int, name: str) -> dict[int, Tensor | None]:
+        """Return a layer's states: those of the forward that runs here, or copies of what is published."""
+        states: dict[int, Tensor | None] = getattr(self.foreign_layer(layer), name)
+        if active_cache() is self and self._runtime.is_latest():
+            return states
+        return {number: None if part is None else part.clone() for number, part in states.items()}
+
+    def end_forward(self) -> None:
+        """Publish the forward that runs here; called as the decoder of a model with linear attention returns."""
+        step = self._runtime.step
+        if step is None or not self._runtime.is_latest():
+            raise StaleGenerationError(SUPERSEDED)
+        step.finish()
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Whether a layer has no attention, for each layer of the model."""
+        return [not isinstance(layer, CacheLayerMixin) for layer in self.layers]
+
+
+def layer_faces(cache: PolicyCache, geometry: CacheGeometry) -> list[LayerWithoutAttention]:
     """Return one face for each layer of the model."""
-    kinds = (geometry.place_of(layer)[1] for layer in range(geometry.total_layers))
-    return [(ForeignLayer if foreign else PolicyLayer)(cache, layer) for layer, foreign in enumerate(kinds)]
+    return [_face(geometry, layer)(cache, layer) for layer in range(geometry.total_layers)]
+
+
+def _face(geometry: CacheGeometry, layer: int) -> type[LayerWithoutAttention]:
+    states = layer in geometry.state_layers
+    if layer in geometry.model_layers:
+        return HybridLayer if states else PolicyLayer
+    if states:
+        return StateLayer
+    return ForeignLayer if layer in geometry.foreign_layers else LayerWithoutAttention
 
 
 def policy_layer(geometry: CacheGeometry, layer: int, batch: int, *, batch_rows: int) -> int:
@@ -166,9 +297,9 @@ def policy_layer(geometry: CacheGeometry, layer: int, batch: int, *, batch_rows:
     Raises:
         ConfigError: there is no such layer or batch row, or the policy does not act on the layer.
     """
-    if layer in geometry.foreign_layers:
+    if geometry.leaves_alone(layer):
         raise ConfigError(
-            f"The policy does not act on layer {layer}: it slides, and transformers' own cache layer holds it. The "
+            f"The policy does not act on layer {layer}: whatever it holds is in transformers' own cache layer. The "
             f"policy's layers (cache.policy_layers) are {', '.join(map(str, geometry.model_layers))}."
         )
     if layer not in geometry.model_layers or not 0 <= batch < batch_rows:

@@ -302,7 +302,10 @@ def integrity_faults(runtime: Runtime) -> list[str]:
                     faults.append(f"{where} holds {len(tokens)} rows, {owner_rows[head]} counted")
                 faults += _owner_faults(where, tokens.tolist(), batch, snapshot, policy)
     for number, stock in zip(runtime.geometry.foreign_layers, snapshot.foreign, strict=True):
-        if stock.get_seq_length() != snapshot.frontier.columns:
+        if number in runtime.geometry.state_layers:
+            if any(stock.has_previous_state.values()) != bool(snapshot.frontier.columns):
+                faults.append(f"the states of layer {number} do not tell whether {snapshot.frontier.columns} were fed")
+        elif stock.get_seq_length() != snapshot.frontier.columns:
             faults.append(
                 f"sliding layer {number} was fed {stock.get_seq_length()} of {snapshot.frontier.columns} columns"
             )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from .contract import RESERVED_POLICIES, checkpoint_needed
 from .errors import CheckpointAdmissionError, ConfigError, UnsupportedModelError, did_you_mean
 from .fingerprint import config_digest
+from .geometry import text_config
 from .unsupported import unsupported_because
 
 if TYPE_CHECKING:
@@ -252,7 +253,8 @@ def model_patch(config: Any) -> ModelPatch:
     """
     supported = supported_model_types()
     model_type = str(getattr(config, "model_type", type(config).__name__))
-    reason = unsupported_because(config)
+    # Of a wrapper with a patch, its text decoder is what may be of a kind no policy serves.
+    reason = unsupported_because(text_config(config) if model_type in _PATCHES else config)
     if reason is not None:
         raise UnsupportedModelError(f"{model_type!r} {reason}. Supported families: {', '.join(supported)}.")
     patch = _PATCHES.get(model_type) or _PROBED.get(config_digest(config))

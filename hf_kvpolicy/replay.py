@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attach import unwrap
+from .attach import attention_carrier, unwrap
 from .backends import backend_of, registered_name, run_stock
 from .cache import PolicyCache
 from .compat import cache_argument, register_attention, set_implementation
@@ -91,7 +91,7 @@ def capture_prompt(
     given = {"attention_mask": attention_mask, "position_ids": position_ids}
     arguments |= {name: value for name, value in given.items() if value is not None}
     layers: list[_Layer] = []
-    with _recording(inner, layers):
+    with _recording(attention_carrier(inner), layers):
         output = model(**arguments, use_cache=False, logits_to_keep=1)
     if len(layers) != int(text_config(inner.config).num_hidden_layers):
         raise UnsupportedModelError(
@@ -102,10 +102,12 @@ def capture_prompt(
 
 
 def can_replay(cache: Any) -> bool:
-    """Whether a cache is empty, its policy leaves a prompt's forward alone, and its model's attention can be read."""
+    """Whether a cache is empty, its policy leaves a prompt's forward alone, and attention tells all of its model."""
     if not isinstance(cache, PolicyCache) or cache.is_initialized or cache.is_recording_past():
         return False
-    return cache.composition.pruning is None and not cache.model_attends_itself
+    if cache.model_attends_itself or cache.geometry.state_layers:
+        return False
+    return cache.composition.pruning is None
 
 
 @torch.no_grad()

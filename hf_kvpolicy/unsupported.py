@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from .geometry import NAME_BRANCHING_MODEL_TYPES, text_config
+from .geometry import NAME_BRANCHING_MODEL_TYPES, NO_ATTENTION, STATE_LAYERS, text_config
 
 __all__ = ["unsupported_because"]
 
-# What `layer_types` may name: full attention is compressed, sliding attention is left to transformers.
-_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+# What `layer_types` may name: full attention is compressed, everything else is left to transformers.
+_KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"} | STATE_LAYERS | NO_ATTENTION
+
+# Wrappers that prepare masks in which tokens of one image see one another.
+_LOOKS_AHEAD = frozenset({"colpali", "gemma3n", "paligemma", "shieldgemma2", "t5gemma2"})
 
 
 def unsupported_because(config: Any) -> str | None:
@@ -18,9 +21,15 @@ def unsupported_because(config: Any) -> str | None:
         return "is an encoder-decoder model; policy caches serve decoder-only models"
     if text_config(config) is not config:
         inner = text_config(config).model_type
+        if config.model_type in _LOOKS_AHEAD:
+            return (
+                f"wraps a text decoder ({inner!r}) and prepares its masks itself, so that tokens of an image attend to "
+                "one another in both directions; a cache of chosen rows cannot follow prepared masks. Load the text "
+                "decoder alone (AutoModelForCausalLM)"
+            )
         return (
-            f"wraps a text decoder ({inner!r}) with other parts (vision, audio), whose tokens a policy would drop like "
-            "any others and whose masks look ahead; load the text decoder alone (AutoModelForCausalLM)"
+            f"wraps a text decoder ({inner!r}) with other parts (vision, audio) and has no patch, so nothing shows "
+            "what it hands to the decoder. Load the text decoder alone (AutoModelForCausalLM)"
         )
     if getattr(config, "model_type", None) in NAME_BRANCHING_MODEL_TYPES:
         return (
@@ -37,12 +46,15 @@ def unsupported_because(config: Any) -> str | None:
             f"shares keys and values between layers (num_kv_shared_layers={config.num_kv_shared_layers}): a row that "
             "one layer drops is read by others, which are not observed"
         )
-    if getattr(config, "attention_chunk_size", None):
+    types = set(getattr(config, "layer_types", None) or ())
+    if getattr(config, "attention_chunk_size", None) and "full_attention" not in types:
         return (
-            f"attends within chunks of {config.attention_chunk_size} tokens in some layers (attention_chunk_size), "
-            "which no policy handles yet"
+            f"attends within chunks of {config.attention_chunk_size} tokens in every layer (attention_chunk_size), "
+            "whose rows no later chunk reads: nothing is left for a policy to drop"
         )
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS)
+    if types and types <= NO_ATTENTION:
+        return f"has only layers of kind {', '.join(sorted(types))}, which keep no rows that a policy could choose from"
+    kinds = sorted(types - _KNOWN_LAYERS)
     if kinds:
         return f"has layers of kind {', '.join(kinds)}, whose state is no set of rows that could be dropped"
     return None

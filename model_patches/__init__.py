@@ -8,10 +8,13 @@ from .glm4 import Glm4Patch
 from .gpt2 import GPT2Patch
 from .gpt_neox import GPTNeoXPatch
 from .gpt_oss import GptOssPatch
+from .hybrid import HybridPatch, HybridWithoutPositionsPatch
 from .llama import LlamaPatch
+from .llama4 import Llama4Patch
 from .mistral import MistralPatch
 from .mixtral import MixtralPatch
 from .mpt import MptPatch
+from .multimodal import Gemma3MultimodalPatch, MRopePatch, Qwen35MultimodalPatch, WrapperPatch
 from .olmo2 import Olmo2Patch
 from .opt import OPTPatch
 from .own import OwnAttentionPatch
@@ -26,12 +29,17 @@ __all__ = [
     "GPT2Patch",
     "GPTNeoXPatch",
     "Gemma2Patch",
+    "Gemma3MultimodalPatch",
     "Gemma3Patch",
     "Glm4Patch",
     "GptOssPatch",
+    "HybridPatch",
+    "HybridWithoutPositionsPatch",
     "InterfacePatch",
     "LearnedPositionsPatch",
+    "Llama4Patch",
     "LlamaPatch",
+    "MRopePatch",
     "MistralPatch",
     "MixtralPatch",
     "MptPatch",
@@ -40,7 +48,9 @@ __all__ = [
     "OwnAttentionPatch",
     "Phi3Patch",
     "ProbedPatch",
+    "Qwen35MultimodalPatch",
     "QwenPatch",
     "RotaryDecoderPatch",
     "SmolLM3Patch",
+    "WrapperPatch",
 ]

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvpolicy.errors import UnsupportedModelError
+from hf_kvpolicy.geometry import CacheGeometry
 from hf_kvpolicy.own_attention import OwnAttention
 from hf_kvpolicy.positions import AlibiSpec, RotarySpec
 
@@ -56,8 +57,9 @@ class InterfacePatch:
         Raises:
             UnsupportedModelError: there is none with a layer index.
         """
+        first = CacheGeometry.from_config(decoder.config).attending_layers[0]
         for module in decoder.modules():
-            if getattr(module, "layer_idx", None) == 0 and "Attention" in type(module).__name__:
+            if getattr(module, "layer_idx", None) == first and "Attention" in type(module).__name__:
                 return module
         raise UnsupportedModelError(f"{type(decoder).__name__} has no attention layer with a layer index.")
 
@@ -89,7 +91,7 @@ class RotaryDecoderPatch(InterfacePatch):
         Raises:
             UnsupportedModelError: the angles depend on the length, or the module has no single set of frequencies.
         """
-        module = getattr(decoder, "rotary_emb", None)
+        module = self.rotary_module(decoder)
         kind = self.rope_type(module, decoder, layers)
         if kind in _LENGTH_DEPENDENT:
             raise UnsupportedModelError(
@@ -108,6 +110,10 @@ class RotaryDecoderPatch(InterfacePatch):
             interleaved=self.interleaved,
             rotated_layers=None if all(rotated) else rotated,
         )
+
+    def rotary_module(self, decoder: Any) -> Any:
+        """Return the module that computes rotations."""
+        return getattr(decoder, "rotary_emb", None)
 
     def rope_type(self, module: Any, decoder: Any, layers: Sequence[int]) -> str:
         """Return transformers' name of the rotation of these layers."""

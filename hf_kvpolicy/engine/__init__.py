@@ -1,6 +1,7 @@
 """The engine: one forward is one transaction over one published snapshot."""
 
 from .composition import Composition, Schedule
+from .exclusive import SUPERSEDED
 from .foreign import layer_tensors
 from .plan import MAX_ROLLBACK_TOKENS
 from .published import RunStatistics
@@ -10,6 +11,7 @@ from .snapshot import Frontier, OpenSegment, Snapshot
 
 __all__ = [
     "MAX_ROLLBACK_TOKENS",
+    "SUPERSEDED",
     "Composition",
     "Frontier",
     "OpenSegment",

@@ -205,9 +205,9 @@ class Composition:
         """
         if self.pruning is not None and geometry.foreign_layers:
             raise UnsupportedModelError(
-                f"{self.policy} drops tokens between layers, but this {geometry.model_type!r} model has sliding layers "
-                "beside full ones, which hold the last tokens fed. Use a policy that compresses at the end of a "
-                "prompt, such as snapkv."
+                f"{self.policy} drops tokens between layers, but this {geometry.model_type!r} model has layers of "
+                "other kinds (sliding, linear attention), which take in every token fed. Use a policy that compresses "
+                "at the end of a prompt, such as snapkv."
             )
 
     def check_rows(self, rows: int) -> None:

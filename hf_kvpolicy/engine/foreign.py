@@ -1,20 +1,21 @@
 """Layers that no policy acts on: transformers' own cache layers, held in versions.
 
-In a model of full and sliding layers the sliding ones stay what transformers makes of them. A published layer object is
-never changed: a forward updates shallow copies, whose updates make new tensors, and publishes the copies together with
-the rows. A forward that dies leaves nothing to undo.
+Sliding and chunked layers beside full ones, and linear attention (`states.py`), stay what transformers makes of them. A
+published layer object is never changed: a forward updates copies and publishes them together with the rows. Of rows the
+copies are shallow, as updates make new tensors. A forward that dies leaves nothing to undo.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ..compat import holds_states
 from ..errors import StaleGenerationError
+from .states import blank_states, cropped_states, mapped_states, state_tensors
 
 __all__ = [
     "ForeignLayers",
@@ -30,8 +31,8 @@ ForeignLayers = tuple[Any, ...]
 
 
 def working_layers(layers: ForeignLayers, *, recording: bool) -> ForeignLayers:
-    """Return copies for one forward; while past recording is on they keep rows that may be needed again."""
-    copies = tuple(copy.copy(layer) for layer in layers)
+    """Return copies for one forward; while past recording is on they keep what may be needed again."""
+    copies = tuple(mapped_states(layer, Tensor.clone) if holds_states(layer) else copy.copy(layer) for layer in layers)
     for layer in copies:
         layer.record_past = recording
     return copies
@@ -39,51 +40,63 @@ def working_layers(layers: ForeignLayers, *, recording: bool) -> ForeignLayers:
 
 def settled_layers(layers: ForeignLayers) -> ForeignLayers:
     """Return a forward's copies as they are published: without a graph."""
-    for layer in layers:
-        layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
-    return layers
+    return tuple(mapped_states(x, Tensor.detach) if holds_states(x) else _with_rows(x, Tensor.detach) for x in layers)
 
 
 def blank_layers(layers: ForeignLayers) -> ForeignLayers:
     """Return layers that hold nothing."""
-    copies = tuple(copy.copy(layer) for layer in layers)
-    for layer in copies:
-        layer.keys = layer.values = None
-        layer.is_initialized, layer.cumulative_length, layer.record_past = False, 0, False
-    return copies
+    return tuple(blank_states(layer) if holds_states(layer) else _blank_rows(layer) for layer in layers)
 
 
 def cropped_layers(layers: ForeignLayers, removed: int, columns: int) -> ForeignLayers:
     """Return layers without their last `removed` columns, `columns` of which are left.
 
     Raises:
-        StaleGenerationError: a sliding layer has let go of rows that are in its window again.
+        StaleGenerationError: a layer has let go of what would be in reach again.
     """
     if not columns:
         return blank_layers(layers)
-    copies = tuple(copy.copy(layer) for layer in layers)
-    for layer in copies:
-        held = int(layer.keys.shape[-2])
-        if held - removed < min(int(layer.sliding_window) - 1, columns):
-            raise StaleGenerationError(
-                f"crop(-{removed}) goes back to column {columns}, but a sliding layer of the model holds only its last "
-                f"{held} rows. Call cache.activate_past_recording() before the forwards that may be taken back."
-            )
-        keep = slice(max(0, held - removed - (int(layer.sliding_window) - 1)), held - removed)
-        layer.keys, layer.values = layer.keys[:, :, keep], layer.values[:, :, keep]
-        layer.cumulative_length = columns
-    return copies
+    return tuple(
+        (cropped_states if holds_states(layer) else _cropped_rows)(layer, removed, columns) for layer in layers
+    )
 
 
 def selected_layers(layers: ForeignLayers, index_B: Tensor) -> ForeignLayers:
     """Return layers with their batch rows selected, repeated or reordered."""
-    copies = tuple(copy.copy(layer) for layer in layers)
-    for layer in copies:
-        index = index_B.to(layer.keys.device)
-        layer.keys, layer.values = layer.keys.index_select(0, index), layer.values.index_select(0, index)
-    return copies
+
+    def select(part: Tensor) -> Tensor:
+        return part.index_select(0, index_B.to(part.device))
+
+    return tuple(mapped_states(x, select) if holds_states(x) else _with_rows(x, select) for x in layers)
 
 
 def layer_tensors(layers: Iterable[Any]) -> list[Tensor]:
-    """Return the keys and values that layers hold."""
-    return [part for layer in layers for part in (layer.keys, layer.values) if isinstance(part, torch.Tensor)]
+    """Return the keys, values and states that layers hold."""
+    found = [state_tensors(layer) if holds_states(layer) else [layer.keys, layer.values] for layer in layers]
+    return [part for parts in found for part in parts if isinstance(part, Tensor)]
+
+
+def _with_rows(layer: Any, act: Callable[[Tensor], Tensor]) -> Any:
+    twin = copy.copy(layer)
+    twin.keys, twin.values = act(layer.keys), act(layer.values)
+    return twin
+
+
+def _blank_rows(layer: Any) -> Any:
+    twin = copy.copy(layer)
+    twin.keys = twin.values = None
+    twin.is_initialized, twin.cumulative_length, twin.record_past = False, 0, False
+    return twin
+
+
+def _cropped_rows(layer: Any, removed: int, columns: int) -> Any:
+    held, reach = int(layer.keys.shape[-2]), int(layer.sliding_window) - 1
+    if held - removed < min(reach, columns):
+        raise StaleGenerationError(
+            f"crop(-{removed}) goes back to column {columns}, but a sliding layer of the model holds only its last "
+            f"{held} rows. Call cache.activate_past_recording() before the forwards that may be taken back."
+        )
+    keep = slice(max(0, held - removed - reach), held - removed)
+    twin = _with_rows(layer, lambda part: part[:, :, keep])
+    twin.cumulative_length = columns
+    return twin

@@ -16,10 +16,14 @@ from torch import Tensor
 
 from ..errors import BackendAdmissionError, ConfigError
 from ..frame import Reader
+from ..geometry import text_config
 from .snapshot import Frontier, Snapshot
 from .token_kinds import TokenKinds
 
 __all__ = ["ForwardInputs", "read_inputs"]
+
+# M-RoPE: positions of text, then of time, height and width.
+_TEXT_AND_IMAGE_AXES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,7 +95,7 @@ def read_inputs(
         if _takes_positions(type(module).forward)
         else (None,) * batch,
         seen_BF=_seen_after(mask, frontier, length),
-        kinds_BF=None if kinds is None else _kinds_after(kinds.of(arguments.get("input_ids")), frontier),
+        kinds_BF=None if kinds is None else _kinds_after(kinds.of(_ids(arguments, reader, (batch, length))), frontier),
     )
     return ForwardInputs(
         batch=batch,
@@ -136,7 +140,7 @@ def _refuse_modes(module: torch.nn.Module, arguments: Mapping[str, Any]) -> None
             "pass disable_compile=True to generate."
         )
     use_cache = arguments.get("use_cache")
-    if (config.use_cache if use_cache is None else use_cache) is False:
+    if (text_config(config).use_cache if use_cache is None else use_cache) is False:
         raise ConfigError(
             "The model runs with use_cache=False although a policy cache was given: transformers would feed the whole "
             "sequence again at every step. Pass use_cache=True, or set model.generation_config.use_cache = True."
@@ -147,7 +151,7 @@ def _refuse_modes(module: torch.nn.Module, arguments: Mapping[str, Any]) -> None
             "output_attentions=True asks for full attention matrices, which a compressed cache does not have. "
             "Run without it; use an uncompressed cache to inspect attention."
         )
-    if getattr(module, "gradient_checkpointing", False) and module.training:
+    if module.training and any(getattr(part, "gradient_checkpointing", False) for part in module.modules()):
         raise ConfigError(
             "Gradient checkpointing in training mode drops the cache silently. Call model.eval(), or "
             "model.gradient_checkpointing_disable(), before using a policy cache."
@@ -198,6 +202,14 @@ def _seen_after(mask: Tensor | None, frontier: Frontier, length: int) -> Tensor 
     return torch.cat([frontier.seen_BF.to(mask.device), mask[:, frontier.columns :]], dim=1)
 
 
+def _ids(arguments: Mapping[str, Any], reader: Reader | None, shape: tuple[int, int]) -> Tensor | None:
+    """Return the ids of the new tokens, from the decoder's call or from that of the model around it."""
+    ids: Tensor | None = arguments.get("input_ids")
+    if ids is None and reader is not None and reader.input_ids is not None:
+        ids = reader.input_ids if tuple(reader.input_ids.shape) == shape else None
+    return ids
+
+
 def _kinds_after(new_BT: Tensor, frontier: Frontier) -> Tensor:
     old = frontier.kinds_BF
     return new_BT.clone() if old is None else torch.cat([old.to(new_BT.device), new_BT], dim=1)
@@ -211,6 +223,11 @@ def _position_offsets(
         # The model then numbers by column.
         device = None if real is None else real.device
         position_ids = torch.arange(frontier.columns, frontier.columns + length, device=device)[None]
+    if position_ids.ndim == 3:
+        # Several axes: with one more than images have, the first is that of the text; else none counts tokens.
+        if position_ids.shape[0] != _TEXT_AND_IMAGE_AXES:
+            return frontier.position_offsets or (None,) * batch
+        position_ids = position_ids[0]
     if position_ids.ndim != 2 or position_ids.shape[1] != length:
         raise ConfigError(
             f"position_ids must have one position per new token, (batch, {length}); got {tuple(position_ids.shape)}."

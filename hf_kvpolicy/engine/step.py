@@ -63,7 +63,7 @@ class Step(ABC):
         self._columns: Tensor | None = None
         self._shift_BP: Tensor | None = None
         self.foreign = working_layers(snapshot.foreign, recording=runtime.recording)
-        self._layers_left = geometry.num_layers + len(self.foreign)
+        self._layers_left = len(geometry.attending_layers)
 
     # -- the two calls of a layer -------------------------------------------------------------------------------------
 
@@ -145,10 +145,20 @@ class Step(ABC):
 
     def _layer_done(self) -> None:
         self._layers_left -= 1
-        if not self._layers_left:
-            with stored_tensors():
-                self.runtime.publish(self, replace(self.successor(), foreign=settled_layers(self.foreign)))
-            leave_forward()
+        # States may change behind the last attention: then the decoder's return ends the forward.
+        if not self._layers_left and not self.runtime.geometry.state_layers:
+            self.finish()
+
+    def finish(self) -> None:
+        """Publish what this forward leaves, in all layers at once."""
+        self.runtime.require_current(self)
+        if self._layers_left:
+            raise IntegrityError(
+                f"The model returned before {self._layers_left} of its attention layers had run. Run the whole decoder."
+            )
+        with stored_tensors():
+            self.runtime.publish(self, replace(self.successor(), foreign=settled_layers(self.foreign)))
+        leave_forward()
 
     # -- what a kind of forward does ----------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from ..errors import BackendAdmissionError, ConfigError, IntegrityError
 from ..masks import MaskRecord
 from ..storage import DenseRows, RaggedLayer, RaggedMap, RaggedRows, RowMap
 from ..weighting import Weighting
+from .foreign import decode_foreign, encode_foreign
 
 __all__ = ["Tensors", "decode", "encode"]
 
@@ -83,7 +84,7 @@ def encode(snapshot: Snapshot) -> tuple[dict[str, Any], Tensors]:
         "last_was_segment": snapshot.last_was_segment,
         "decision_epoch": snapshot.decision_epoch,
         "evicted_at_column": snapshot.evicted_at_column,
-        "foreign": [_encode_foreign(layer, f"foreign.{i}", tensors) for i, layer in enumerate(snapshot.foreign)],
+        "foreign": [encode_foreign(layer, f"foreign.{i}", tensors) for i, layer in enumerate(snapshot.foreign)],
     }
     if snapshot.open_segment is not None:
         facts["open_segment"] = _encode_segment(snapshot.open_segment, tensors)
@@ -143,7 +144,7 @@ def decode(
         decision_epoch=facts["decision_epoch"],
         evicted_at_column=facts["evicted_at_column"],
         foreign=tuple(
-            _decode_foreign(fact, layer, f"foreign.{i}", pool, at)
+            decode_foreign(fact, layer, f"foreign.{i}", pool.take_if_any, at)
             for i, (fact, (layer, at)) in enumerate(zip(facts["foreign"], foreign, strict=True))
         ),
     )
@@ -320,24 +321,6 @@ def _decode_segment(
         window=window,
         queries_BQWD=tuple(pool.take(f"segment.queries.{i}", layer_devices[i]) for i in range(facts["held_layers"])),
     )
-
-
-def _encode_foreign(layer: Any, name: str, tensors: Tensors) -> dict[str, Any]:
-    if layer.is_initialized:
-        tensors[f"{name}.keys"], tensors[f"{name}.values"] = layer.keys, layer.values
-    return {"columns": int(layer.get_seq_length()), "window": int(layer.sliding_window)}
-
-
-def _decode_foreign(fact: Mapping[str, Any], layer: Any, name: str, pool: _Pool, device: torch.device) -> Any:
-    if int(layer.sliding_window) != fact["window"]:
-        raise IntegrityError(
-            f"The saved cache has a sliding layer of {fact['window']} tokens; the model's has {layer.sliding_window}."
-        )
-    keys, values = (pool.take_if_any(f"{name}.{part}", device) for part in ("keys", "values"))
-    if keys is not None and values is not None:
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values, layer.cumulative_length = keys, values, fact["columns"]
-    return layer
 
 
 def _rule_facts(rule: MaskRecord) -> dict[str, Any]:

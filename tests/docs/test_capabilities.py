@@ -57,9 +57,10 @@ def test_every_policy_and_every_supported_family_has_a_row() -> None:
 def test_models_of_the_families_tests_have_their_row() -> None:
     from families._alibi_models import MODELS as own_attention
     from families._table import FAMILIES
+    from families._wrappers import WRAPPERS
     from helpers import FAMILIES as plain
 
-    assert {*own_attention, *FAMILIES, *plain} == set(MODELS)
+    assert {*own_attention, *FAMILIES, *WRAPPERS, *plain} == set(MODELS)
 
 
 def test_what_is_not_proved_is_not_counted() -> None:

@@ -18,6 +18,8 @@ from transformers import DynamicCache
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from hf_kvpolicy.geometry import STATE_LAYERS, text_config
+
 _MASK = AttentionMaskInterface()["eager"]
 
 
@@ -39,6 +41,18 @@ def attending(model: Any, name: str, attend: Any) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
+def _decoder(model: Any) -> Any:
+    """Return the module whose attention is named: a model, or the text decoder behind images."""
+    return model if text_config(model.config) is model.config else model.get_decoder()
+
+
+def _whole_cache(config: Any) -> DynamicCache:
+    """Return transformers' own cache of every row, and of states where layers have them."""
+    config = text_config(config)
+    has_states = any(kind in STATE_LAYERS for kind in getattr(config, "layer_types", None) or ())
+    return DynamicCache(config=config) if has_states else DynamicCache()
+
+
 class MaskedReference:
     """Dense attention over every row ever fed, in which each KV head sees only the rows it is told of."""
 
@@ -49,12 +63,12 @@ class MaskedReference:
         self.seen: dict[int, list[list[Sequence[int]]]] | None = None
         self.hides_new = False
         # Every row is kept: the mask of a sliding layer hides what its own cache would have let go of.
-        self.cache = DynamicCache()
+        self.cache = _whole_cache(model.config)
 
     @torch.no_grad()
     def feed(self, ids: Tensor, **arguments: Any) -> Tensor:
         """Return the logits of the tokens fed."""
-        with attending(self.model, "kvtest_masked", self._attend):
+        with attending(_decoder(self.model), "kvtest_masked", self._attend):
             return self.model(ids, **{CACHE: self.cache}, use_cache=True, **arguments).logits
 
     def _attend(
@@ -86,28 +100,30 @@ class SlotReference:
     def __init__(self, model: Any, layers: Sequence[int], budget: int, sinks: int) -> None:
         self.model, self.layers, self.budget, self.sinks = model, layers, budget, sinks
         self.kept: list[int] = []
-        self.cache = DynamicCache()
-        self._module = sys.modules[type(model.model if hasattr(model, "model") else model.gpt_neox).__module__]
-        self._decoder = model.get_decoder()
+        self.cache = _whole_cache(model.config)
+        inner = model.get_decoder()
+        self._decoder = getattr(inner, "model", inner)  # Llama 4 says that it is its own decoder
+        self._module = sys.modules[type(self._decoder).__module__]
         self._rotates = False
 
     @torch.no_grad()
     def feed(self, ids: Tensor) -> Tensor:
         """Return the logits of the tokens fed; eviction follows."""
         first, length = self.cache.get_seq_length(), ids.shape[1]
-        own = self._module.apply_rotary_pos_emb
+        name = "apply_rotary_pos_emb" if hasattr(self._module, "apply_rotary_pos_emb") else "apply_rotary_emb"
+        own = getattr(self._module, name)
 
         def unrotated(query: Tensor, keys: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
             self._rotates = True
             return query, keys
 
         self._rotate, self._shown = own, [*self.kept, *range(first, first + length)]
-        self._module.apply_rotary_pos_emb = unrotated
+        setattr(self._module, name, unrotated)
         try:
             with attending(self.model, "kvtest_slots", self._attend):
                 logits = self.model(ids, **{CACHE: self.cache}, use_cache=True).logits
         finally:
-            self._module.apply_rotary_pos_emb = own
+            setattr(self._module, name, own)
         shown = self._shown
         self.kept = shown[: self.sinks] + shown[-(self.budget - self.sinks) :] if len(shown) > self.budget else shown
         return logits
@@ -133,10 +149,17 @@ class SlotReference:
     def _rotated(self, module: Any, query: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         slots = torch.arange(keys.shape[2])[None]
         kinds = getattr(self.model.config, "layer_types", None)
-        rotary = self._decoder.rotary_emb
+        rotary = getattr(self._decoder, "rotary_emb", None) or self._decoder.pos_emb
         of_kind = (kinds[module.layer_idx],) if isinstance(getattr(rotary, "rope_type", None), dict) else ()
-        cos, sin = rotary(keys, slots, *of_kind)
-        new = query.shape[2]
+        if hasattr(rotary, "mrope_section"):
+            slots = slots.expand(3, 1, -1)  # text: the same position on all three axes
+        angles, new = rotary(keys, slots, *of_kind), query.shape[2]
+        if isinstance(angles, Tensor):  # complex, for heads behind tokens
+            laid = [part.transpose(1, 2) for part in (query, keys)]
+            turned, _ = self._rotate(laid[0], laid[0], angles[:, -new:])
+            _, turned_keys = self._rotate(laid[1], laid[1], angles)
+            return turned.transpose(1, 2), turned_keys.transpose(1, 2)
+        cos, sin = angles
         turned, _ = self._rotate(query, query, cos[:, -new:], sin[:, -new:])
         _, turned_keys = self._rotate(keys, keys, cos, sin)
         return turned, turned_keys

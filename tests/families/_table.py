@@ -50,6 +50,25 @@ class Family:
 
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LINEAR_AND_FULL = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+# The recurrence divides by lengths of queries and keys: with some weights it makes of the last bit of a softmax more
+# than the tests allow.
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "initializer_range": 0.22,
+}
+_MAMBA2 = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 8,
+}
 
 FAMILIES: dict[str, Family] = {
     "llama-llama3": Family("Llama", {"rope_parameters": _LLAMA3}),
@@ -104,6 +123,38 @@ FAMILIES: dict[str, Family] = {
         },
         backend="eager",
     ),
+    # Full layers do not rotate, and scale queries by their position, every fourth one a little more.
+    "llama4": Family(
+        "Llama4",
+        {
+            "head_dim": 12,
+            "attention_chunk_size": WINDOW_TOKENS,
+            "no_rope_layers": [1, 0, 1, 0],
+            "attn_temperature_tuning": True,
+            "floor_scale": 4,
+            "attn_scale": 0.5,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+        },
+        config="Llama4TextConfig",
+    ),
+    "llama4-rotated": Family(
+        "Llama4",
+        {
+            "head_dim": 12,
+            "attention_chunk_size": 512,
+            "layer_types": ["full_attention"] * 4,
+            "no_rope_layers": [1, 0, 1, 1],
+            "attn_temperature_tuning": True,
+            "floor_scale": 4,
+            "attn_scale": 0.5,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+        },
+        config="Llama4TextConfig",
+    ),
     "opt": Family(
         "OPT",
         {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2, "num_key_value_heads": None},
@@ -116,7 +167,93 @@ FAMILIES: dict[str, Family] = {
         moves_keys=False,
     ),
 }
-MIXED = ("qwen2-mixed", "gemma2", "gemma3", "gpt_oss")
+# Linear attention, or convolutions, beside full attention: first, last, in every layer, and beside layers of neither.
+HYBRIDS: dict[str, Family] = {
+    "qwen3_next": Family(
+        "Qwen3Next",
+        {
+            "head_dim": 12,
+            "layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"],
+            "shared_expert_intermediate_size": 24,
+            **_EXPERTS,
+            **_DELTA,
+        },
+    ),
+    "qwen3_5": Family(
+        "Qwen3_5", {"head_dim": 16, "layer_types": _LINEAR_AND_FULL, **_DELTA}, config="Qwen3_5TextConfig"
+    ),
+    "lfm2": Family("Lfm2", {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "conv_L_cache": 3}),
+    "qwen3_5_moe": Family(
+        "Qwen3_5Moe",
+        {
+            "head_dim": 16,
+            "layer_types": _LINEAR_AND_FULL,
+            "shared_expert_intermediate_size": 24,
+            **_EXPERTS,
+            **_DELTA,
+        },
+        config="Qwen3_5MoeTextConfig",
+    ),
+    "lfm2_moe": Family(
+        "Lfm2Moe",
+        {
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "conv_L_cache": 3,
+            "num_dense_layers": 1,
+            **_EXPERTS,
+        },
+    ),
+    "bamba": Family("Bamba", {"attn_layer_indices": [1, 2], **_MAMBA2}),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybrid",
+        {
+            "layer_types": _LINEAR_AND_FULL,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "shared_intermediate_size": 24,
+            "position_embedding_type": "nope",
+            **_MAMBA2,
+        },
+    ),
+    "jamba": Family(
+        "Jamba",
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 8,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_dt_rank": 4,
+            "num_experts": 2,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+        },
+    ),
+    "falcon_h1": Family("FalconH1", {"mamba_d_ssm": 64, **_MAMBA2}),
+    "nemotron_h": Family(
+        "NemotronH",
+        {
+            "layer_types": ["linear_attention", "full_attention", "moe", "full_attention"],
+            "head_dim": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 1,
+            "conv_kernel": 4,
+            "chunk_size": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 24,
+        },
+    ),
+    "olmo_hybrid": Family(
+        "OlmoHybrid",
+        {"layer_types": _LINEAR_AND_FULL, **_DELTA, "linear_num_value_heads": 2, "initializer_range": 0.2},
+    ),
+}
+FAMILIES |= HYBRIDS
+MIXED = ("qwen2-mixed", "gemma2", "gemma3", "gpt_oss", "llama4", *HYBRIDS)
 # Where a policy that drops tokens between layers is refused.
 NOT_PRUNED = (*MIXED, "gpt2")
 
@@ -174,3 +311,14 @@ def tiny(name: str, backend: str | None = None, *, layers: int = 4, layer_types:
     """Return a fresh, unattached tiny random model of a family."""
     with torch.inference_mode(False), torch.enable_grad():
         return copy.deepcopy(_master(name, backend or FAMILIES[name].backend, layers, layer_types))
+
+
+def foreign_content(layer: Any) -> dict[str, torch.Tensor]:
+    """Return what a cache layer holds beside rows a policy acts on: states of linear attention, else its rows."""
+    if hasattr(layer, "recurrent_states"):
+        kinds = {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
+        parts = {f"{kind}.{i}": part for kind, table in kinds.items() for i, part in table.items()}
+        return {name: part for name, part in parts.items() if part is not None}
+    if getattr(layer, "keys", None) is None:
+        return {}
+    return {"keys": layer.keys, "values": layer.values, "columns": torch.tensor(layer.get_seq_length())}

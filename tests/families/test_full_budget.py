@@ -1,4 +1,4 @@
-"""At a budget nothing is dropped under, every family equals transformers' own cache, sliding layers bit for bit."""
+"""At a budget nothing is dropped under, every family equals transformers' own cache, layers of other kinds too."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from helpers import (
 )
 from torch import Tensor
 
-from ._table import FAMILIES, MIXED, NOT_PRUNED, tiny
+from ._table import FAMILIES, MIXED, NOT_PRUNED, foreign_content, tiny
 
 TOTAL = 64
 POLICIES = policies() if FULL else ("snapkv",) if BRIEF else ("snapkv", "streaming_llm", "adakv", "minicache")
@@ -68,11 +68,11 @@ DRIVES: dict[str, Callable[[Any, Any], tuple[Tensor, Tensor]]] = {
 
 @lru_cache(maxsize=128)
 def _stock(family: str, drive: str) -> tuple[Tensor, Tensor, list[Any]]:
-    """Return what transformers' own cache gives and, of sliding layers, holds."""
+    """Return what transformers' own cache gives and holds."""
     model = tiny(family)
     cache = dynamic_cache(model)
     ids, logits = DRIVES[drive](model, cache)
-    return ids, logits, [(layer.keys, layer.values, layer.get_seq_length()) for layer in cache.layers]
+    return ids, logits, [foreign_content(layer) for layer in cache.layers]
 
 
 PROVES = {
@@ -101,10 +101,9 @@ def test_equals_transformers_own_cache(family: str, name: str, drive: str) -> No
     assert torch.equal(ids, wanted_ids)
     torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=0)
     cache.check_integrity()
-    foreign = [layer for layer in range(len(cache.layers)) if layer not in cache.policy_layers]
-    assert bool(foreign) == (family in MIXED)
-    for layer in foreign:
-        keys, values, columns = held[layer]
-        assert cache.layers[layer].get_seq_length() == columns
-        torch.testing.assert_close(cache.layers[layer].keys, keys, atol=1e-5, rtol=0)
-        torch.testing.assert_close(cache.layers[layer].values, values, atol=1e-5, rtol=0)
+    assert bool(cache.geometry.foreign_layers) == (family in MIXED)
+    for layer in cache.geometry.foreign_layers:
+        found = foreign_content(cache.layers[layer])
+        assert found.keys() == held[layer].keys()
+        for part, tensor in found.items():
+            torch.testing.assert_close(tensor, held[layer][part], atol=1e-5, rtol=0)

@@ -1,4 +1,4 @@
-"""Models of full and sliding layers: the policy acts on the full ones, the others share every forward's fate."""
+"""Models of full and sliding (or chunked) layers: the policy acts on the full ones, all share every forward's fate."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hf_kvpolicy.replay import capture_prompt, replay_prompt
 from ._table import MIXED, WINDOW_TOKENS, tiny
 
 # Sliding layers come first and last in one, last in the other: a forward ends with a layer of either kind.
-FAMILIES = ("gemma2", "qwen2-mixed")
+FAMILIES = ("gemma2", "qwen2-mixed", "llama4")
 SMALL: dict[str, Any] = {"budget": 8, "window": 3, "kernel_size": 3}
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*two prompt segments follow:UserWarning")
@@ -64,7 +64,7 @@ def test_layers_are_named_by_the_models_numbers(family: str) -> None:
     generate(model, prompt(20), cache)
     kinds = model.config.layer_types
     assert cache.policy_layers == tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
-    assert [is_sliding(layer) for layer in cache.layers] == [kind == "sliding_attention" for kind in kinds]
+    assert [is_sliding(layer) for layer in cache.layers] == [kind != "full_attention" for kind in kinds]
     for layer in cache.policy_layers:
         assert cache.stored_rows(layer).tolist() == [[8 + 5] * 2]
     for layer in sliding(cache):
@@ -75,9 +75,10 @@ def test_layers_are_named_by_the_models_numbers(family: str) -> None:
     assert manifest.num_layers == len(cache.policy_layers)
 
 
-def test_a_first_sliding_layer_holds_what_it_would_without_a_policy() -> None:
+@pytest.mark.parametrize("family", ["gemma2", "llama4"])
+def test_a_first_sliding_layer_holds_what_it_would_without_a_policy(family: str) -> None:
     """Its rows depend on tokens alone, so eviction in later layers must not change a bit of them."""
-    model, twin = tiny("gemma2"), tiny("gemma2")
+    model, twin = tiny(family), tiny(family)
     cache, stock = kv.SnapKVCache(model, **SMALL), dynamic_cache(twin)
     talk = generate(model, prompt(20), cache)
     for piece in talk[:, :20], *talk[:, 20:-1].split(1, dim=1):
@@ -104,7 +105,8 @@ def test_a_forward_that_dies_leaves_no_trace(family: str, layer: int, length: in
     def die(*_: Any) -> None:
         raise Died
 
-    handle = model.model.layers[layer].mlp.register_forward_pre_hook(die)
+    block = model.model.layers[layer]
+    handle = (block.feed_forward if family == "llama4" else block.mlp).register_forward_pre_hook(die)
     with pytest.raises(Died), torch.no_grad():
         forward(model, prompt(length, seed=3), cache)
     handle.remove()

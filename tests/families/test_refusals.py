@@ -12,20 +12,17 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import hf_kvpolicy as kv
 
-from ._table import config_of, require, tiny
+from ._table import VOCAB, config_of, require, tiny
 
 # Kinds of models by their own default config, and why they are refused.
 REASONS = {
     "deepseek_v3": "latent of its own.*kv_lora_rank",
     "minicpm3": "latent of its own.*kv_lora_rank",
     "gemma3n_text": "shares keys and values between layers",
-    "llama4_text": "chunks of 8192 tokens",
-    "qwen3_next": "layers of kind linear_attention",
-    "jamba": "layers of kind linear_attention",
-    "falcon_h1": "layers of kind hybrid",
-    "mamba": "layers of kind linear_attention",
-    "gemma3": "wraps a text decoder .'gemma3_text'.*AutoModelForCausalLM",
-    "llava": "wraps a text decoder .'llama'.*AutoModelForCausalLM",
+    "deepseek_v4": "layers of kind compressed_sparse_attention",
+    "mamba": "only layers of kind linear_attention, which keep no rows",
+    "paligemma": "wraps a text decoder .'gemma'.*one another in both directions",
+    "voxtral": "wraps a text decoder .'llama'.*has no patch.*AutoModelForCausalLM",
     "t5": "encoder-decoder",
     "cohere": "is not supported",
 }
@@ -44,6 +41,7 @@ def test_kinds_no_policy_serves(kind: str) -> None:
     [
         ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=False"),
         ("gpt2", {"add_cross_attention": True}, "without cross-attention"),
+        ("llama4", {"layer_types": ["chunked_attention"] * 4}, "chunks of 7 tokens in every layer.*no later chunk"),
         ("gemma3", {"use_bidirectional_attention": True}, "attends in both directions"),
     ],
 )
@@ -88,6 +86,23 @@ def test_what_a_family_gives_up_is_named() -> None:
         with pytest.raises(kv.UnsupportedModelError, match="Use positions='original'"):
             kv.StreamingLLMCache(tiny(family), budget=8)
         kv.StreamingLLMCache(tiny(family), budget=8, positions="original")
+
+
+def test_linear_attention_without_a_patch_is_not_guessed() -> None:
+    config = CONFIG_MAPPING["minimax"](
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        layer_types=["linear_attention", "full_attention"],
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(kv.UnsupportedModelError, match=r"'minimax'.*cannot be checked from outside.*qwen3_next"):
+        kv.SnapKVCache(model, budget=8, window=3)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
 def test_a_text_decoder_of_a_wrapper_is_served_alone() -> None:
