@@ -1,7 +1,9 @@
 """Cells whose budget is what another cell held: baselines beside a policy that has no budget, or does not keep to one.
 
-Example by example: of each prompt the baseline gets as many rows as the source held of it in the mean over time. So it
-needs the source's row of the same example and nothing else, whoever runs the others, however many there will be.
+Example by example: of each prompt the baseline gets as many rows as take the bytes that the source held of it in the
+mean over time. Where a policy drops rows these are its rows; where it stores them in fewer bytes (merged, quantized)
+they are fewer. So a cell needs the source's row of the same example and nothing else, whoever runs the others, however
+many there will be.
 """
 
 from __future__ import annotations
@@ -26,13 +28,18 @@ class Finished:
     """What is remembered of a row that need not be run again."""
 
     status: str
-    rows_over_time_mean: float | None
+    # Of the model's own rows, as many as take what the cell held over time; None where that was not measured.
+    rows_of_same_bytes: float | None
 
 
 def finished(row: Row) -> Finished:
     """What of a row another cell may be matched to."""
-    held = None if row.cache is None else row.cache.rows_over_time_mean
-    return Finished(status=row.status, rows_over_time_mean=held)
+    held = None
+    if row.cache is not None and row.cache.rows_over_time_mean is not None:
+        # What a row took after the prompt, in rows of the full cache.
+        size = row.cache.payload_bytes / row.cache.full_kv_bytes / row.cache.kept_ratio
+        held = row.cache.rows_over_time_mean * size
+    return Finished(status=row.status, rows_of_same_bytes=held)
 
 
 def source_equals_full(source: Finished | None) -> bool:
@@ -50,11 +57,11 @@ def with_budget(cell: Cell, source: Finished | None) -> Cell:
         return cell
     if source is None:
         raise NothingToMatchError(f"{cell.source.label} has no result for this example, so there are no rows to match")
-    if source.rows_over_time_mean is None:
+    if source.rows_of_same_bytes is None:
         raise NothingToMatchError(
             f"the row of {cell.source.label} was written before rows over time were measured; run it into a new folder"
         )
-    return replace(cell, budget=max(1, round(source.rows_over_time_mean)))
+    return replace(cell, budget=max(1, round(source.rows_of_same_bytes)))
 
 
 def declared_of(cell: Cell, declared: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("evaluate")
 pytest.importorskip("matplotlib")
 
-from eval_fakes import fake_builder, tiny_loaded
+from eval_fakes import fake_builder, made_row, tiny_loaded
 from helpers import small_options
 from typer.testing import CliRunner
 
@@ -24,6 +24,7 @@ from hf_kvpolicy.eval import generation
 from hf_kvpolicy.eval.cells import Cell, cells_at, same_rows, task_points
 from hf_kvpolicy.eval.cli import app
 from hf_kvpolicy.eval.engine import EngineBuilder, RowsOverTime, measure
+from hf_kvpolicy.eval.matching import finished
 from hf_kvpolicy.eval.model_loading import LoadedModel
 from hf_kvpolicy.eval.pairing import pairs
 from hf_kvpolicy.eval.records import Row
@@ -250,3 +251,13 @@ def test_a_dry_run_lists_them_as_pending_and_refuses_an_unknown_name(tmp_path: P
     result = CliRunner().invoke(app, ["run", str(sweep), "--dry-run", "--set", "policies.0.matched=[randon]"])
     assert result.exit_code == 2
     assert "Did you mean 'random'" in " ".join(result.output.split())
+
+
+def test_rows_that_take_fewer_bytes_are_matched_by_their_bytes() -> None:
+    dropping = made_row("scissorhands", 0, budget=120)
+    assert dropping.cache is not None
+    assert finished(dropping).rows_of_same_bytes == pytest.approx(dropping.cache.rows_over_time_mean)
+    merged = replace(dropping.cache, kept_ratio=1.0, rows_over_time_mean=504.0, payload_bytes=400_000)
+    merging = replace(dropping, cache=merged)
+    assert merged.full_kv_bytes == 500_000, "rows are stored in four fifths of their bytes"
+    assert finished(merging).rows_of_same_bytes == pytest.approx(504 * 0.8)
