@@ -14,5 +14,15 @@ class RowRepresentation:
     name: str
     replaces_rows: bool
 
+    @property
+    def storage(self) -> str:
+        """What the rows lie in."""
+        return "dense"
+
+    @property
+    def leaves_forward(self) -> bool:
+        """Whether a prompt attends over its own rows as they are, as it would without a cache."""
+        return True
+
 
 ORIGINAL_ROWS = RowRepresentation(name="original_kv_rows", replaces_rows=False)
