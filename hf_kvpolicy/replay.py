@@ -5,7 +5,7 @@ rows are dropped only then. So what each layer's attention was given is the same
 `capture_prompt` runs the model once and keeps it; `replay_prompt` hands it to a cache as the model's forward would,
 without the model. What a cache then holds is what its own run would have left.
 
-Policies that change the forward itself (those that prune hidden states) cannot be replayed.
+Policies that change the forward itself (those that prune hidden states, or merge tokens) cannot be replayed.
 
 Letters: B batch rows, T tokens, Q query heads, H KV heads, D head dimension, V vocabulary.
 """
@@ -105,7 +105,8 @@ def can_replay(cache: Any) -> bool:
     """Whether a cache is empty, its policy leaves a prompt's forward alone, and its model's attention can be read."""
     if not isinstance(cache, PolicyCache) or cache.is_initialized or cache.is_recording_past():
         return False
-    return cache.composition.pruning is None and not cache.model_attends_itself
+    acts_after = cache.composition.pruning is None and cache.composition.representation.leaves_forward
+    return acts_after and not cache.model_attends_itself
 
 
 @torch.no_grad()
@@ -118,7 +119,7 @@ def replay_prompt(cache: PolicyCache, model: Any, prompt: CapturedPrompt) -> Non
     if not can_replay(cache):
         raise ConfigError(
             "A captured prompt goes into an empty cache whose policy acts after attention; this one holds tokens, "
-            "records drafts or prunes hidden states. Run the prompt through the model instead."
+            "records drafts, prunes hidden states or merges tokens. Run the prompt through the model instead."
         )
     inner = unwrap(model)
     decoder: Any = model_patch(inner.config).decoder(inner)

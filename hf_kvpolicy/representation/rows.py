@@ -15,6 +15,16 @@ class RowRepresentation:
     replaces_rows: bool
 
     @property
+    def kind(self) -> str | None:
+        """Which kind of replacement it is (`contract.REPLACEMENT_KINDS`); None for original rows."""
+        return None
+
+    @property
+    def unit(self) -> str | None:
+        """What shares a row beside the unit of selection; None where nothing does."""
+        return None
+
+    @property
     def storage(self) -> str:
         """What the rows lie in."""
         return "dense"

@@ -15,11 +15,12 @@ channels of keys and values together.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
+from ..contract import SEGMENTS
 from .rows import RowRepresentation
 
 __all__ = ["Decisions", "TokenSegments", "partial_means"]
@@ -49,6 +50,11 @@ class TokenSegments(RowRepresentation):
     channel: int
     offset: float
     ratio: float
+
+    @property
+    def kind(self) -> str:
+        """Which kind of replacement it is."""
+        return SEGMENTS
 
     @property
     def consumer_schema(self) -> str:
@@ -101,7 +107,7 @@ def partial_means(rows_BHSD: Tensor, weights_BHS: Tensor, begins_BHS: Tensor) ->
     order_N, counts = rank_N.argsort(stable=True), torch.bincount(rank_N).tolist()
     means_ND, masses_N = rows_BHSD.reshape(-1, dim).clone(), weights_BHS.flatten().clone()
     ends = list(accumulate(counts))
-    for begin, end in zip(ends, ends[1:], strict=False):
+    for begin, end in pairwise(ends):
         here = order_N[begin:end]
         before_D, own_D = means_ND.index_select(0, here - 1), means_ND.index_select(0, here)
         own = masses_N.index_select(0, here)

@@ -5,7 +5,7 @@ Nawrot et al., "Dynamic Memory Compression: Retrofitting LLMs for Accelerated In
 
     z_i = alpha_i z_(i-1) + omega_i,    k'_i = (alpha_i z_(i-1) k'_(i-1) + omega_i k_i) / z_i
 
-All states are kept; a later query sees state j to the part 1 - alpha_(j+1), as a term log(1 - alpha_(j+1)) of its logit.
+All states are kept; a later query sees state j to the part 1 - alpha_(j+1), as log(1 - alpha_(j+1)) in its logit.
 
 Letters: B batch rows, H KV heads, Q query heads, T tokens, D head dimension.
 """
@@ -141,7 +141,9 @@ class Relaxed:
         causal = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
         # What is left in state i of token j: the product of alpha after j.
         chain = log_in.cumsum(-1)
-        share = (chain[..., :, None] - chain[..., None, :]).masked_fill(~causal, -math.inf).exp() * omega_BHT[..., None, :]
+        share = (chain[..., :, None] - chain[..., None, :]).masked_fill(~causal, -math.inf).exp() * omega_BHT[
+            ..., None, :
+        ]
         share = share / share.sum(-1, keepdim=True)
         keys, values = shift_keys(share @ (keys * kept), there) * kept, share @ values
         query = shift_keys(query * kept, there) * kept
@@ -215,7 +217,9 @@ def train(
 
 
 @torch.no_grad()
-def evaluate_relaxed(model: LlamaForCausalLM, data: Tensor, recipe: Recipe, relaxed: Relaxed | None) -> tuple[float, float]:
+def evaluate_relaxed(
+    model: LlamaForCausalLM, data: Tensor, recipe: Recipe, relaxed: Relaxed | None
+) -> tuple[float, float]:
     """Return (nats a byte, tokens a row) on text in order, by hard decisions."""
     losses, means = [], []
     if relaxed is not None:

@@ -1,4 +1,4 @@
-"""DMC token by token: which segments decisions make (0x0CB), and a decode loop over one layer's heads, in plain numbers.
+"""DMC token by token: which segments decisions make (0x0CB), in plain numbers.
 
 A token begins a segment where alpha is 0, or where there is none yet; else it joins the last one. A segment's key and
 value are the means of its tokens' own, weighted by omega.
