@@ -14,10 +14,10 @@ owners (b * H + h), P rows of all owners, N rows, X channels of keys and values 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from .runtime import Runtime
 
 __all__ = ["MergedTokensStep", "merge_pending", "token_segments"]
+
+# Some of a forward's queries, and their masks by owner; None where they see all rows.
+_Block: TypeAlias = tuple[slice, list[Tensor | None] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,20 +82,17 @@ class MergedTokensStep(RaggedForward):
         query, new = self._decided(layer, query, step, frame)
         rotated = self._rotary.rotates(layer)
         states = _states(self._rule, old, new, frame, rotated=rotated, like=step.keys)
+        # Slots carry no gradient, so that a token that learns reads scratch rows too.
         learns = torch.is_grad_enabled() and (query.requires_grad or step.keys.requires_grad)
         if self.inputs.length == 1 and not learns:
             view, masks = self._one_token(old, states, record, frame)
+            blocks: Iterable[_Block] = [(slice(None), masks)]
         else:
-            view, masks = _scratch(old, states), None
+            view = _scratch(old, states)
+            blocks = self._blocks(old.map, states, record, frame, view)
         options = {"scaling": self.scaling, "dropout": kwargs.get("dropout", 0.0), "weighting": self.weighting}
-        if self.inputs.length == 1 and not learns:
-            output = attend_ragged(backend, query, view, masks, **options)
-        else:
-            parts = [
-                attend_ragged(backend, query[:, :, part], view, shown, **options)
-                for part, shown in self._blocks(old.map, states, record, frame, view)
-            ]
-            output = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        parts = [attend_ragged(backend, query[:, :, part], view, masks, **options) for part, masks in blocks]
+        output = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         with stored_tensors():
             if self.runtime.recording:
                 self._pending[layer], self._layers[layer] = new.copied(), old
@@ -169,8 +169,7 @@ class MergedTokensStep(RaggedForward):
         )
         queries = self._rule.without_control(queries)
         if rotated:
-            own = replace(frame.there, cos_B1PR=frame.there.cos_B1PR[:, :, 1:], sin_B1PR=frame.there.sin_B1PR[:, :, 1:])
-            queries = self._rule.without_control(shift_keys(queries, own))
+            queries = self._rule.without_control(shift_keys(queries, frame.own))
         return queries.to(query_BQTD.dtype), new
 
     def _one_token(
@@ -202,7 +201,7 @@ class MergedTokensStep(RaggedForward):
 
     def _blocks(
         self, base: RaggedMap, states: _States, record: MaskRecord, frame: TokenFrame, view: RaggedView
-    ) -> Iterator[tuple[slice, list[Tensor | None]]]:
+    ) -> Iterator[_Block]:
         """Yield runs of queries with their masks by owner: all of them together would be as large as logits."""
         width = max(1, MASK_BLOCK_ELEMENTS // max(1, sum(view.lengths)))
         for start in range(0, self.inputs.length, width):
@@ -258,12 +257,8 @@ def token_segments(representation: RowRepresentation) -> TokenSegments:
 
 def merge_pending(runtime: Runtime, accepted: Snapshot, length: int) -> Snapshot:
     """Return an accepted snapshot whose last `length` columns, which waited, are merged as if they were fed now."""
-    rule, spec, frontier, tail = (
-        token_segments(runtime.composition.representation),
-        runtime.rotary(),
-        accepted.frontier,
-        accepted.tail,
-    )
+    rule, spec = token_segments(runtime.composition.representation), runtime.rotary()
+    frontier, tail = accepted.frontier, accepted.tail
     assert tail is not None, "what waits was appended"
     columns, seen = frontier.columns - length, frontier.seen_BF
     new = tail.live_BMW[:, 0].sum(-1).tolist()

@@ -27,8 +27,9 @@ class TokenFrame:
     fresh_B: Tensor
     columns_BS: Tensor  # int32, -1 before the first token
     tokens_BS: Tensor  # int32, likewise
-    # The model's rotation at every anchor, and what undoes it at every token.
+    # The model's rotation at every anchor; at every token; and what undoes that.
     there: Shift
+    own: Shift
     back: Shift
 
     def to(self, device: torch.device) -> TokenFrame:
@@ -36,7 +37,8 @@ class TokenFrame:
         if device == self.live_BT.device:
             return self
         parts = {name: getattr(self, name).to(device) for name in ("live_BT", "fresh_B", "columns_BS", "tokens_BS")}
-        return replace(self, there=self.there.to(device), back=self.back.to(device), **parts)
+        shifts = {name: getattr(self, name).to(device) for name in ("there", "own", "back")}
+        return replace(self, **shifts, **parts)
 
 
 def frame_of(new: RowMap, before: Frontier, position_offsets: Sequence[int | None], spec: RotarySpec) -> TokenFrame:
@@ -62,6 +64,7 @@ def frame_of(new: RowMap, before: Frontier, position_offsets: Sequence[int | Non
         columns_BS=columns.int(),
         tokens_BS=tokens.int(),
         there=there,
+        own=own,
         back=own.undone(spec),
     )
 

@@ -17,12 +17,13 @@ trained to decide anything: it is refused, as are other policies on a config wit
 Deciding channels are those of keys and queries before their rotation. They are zeroed before it and after it, as in
 the published code, and take no part in attention. Segments are averaged before rotation; one that still grows is kept
 so, in fp32, and a closed one is rotated at its newest token. Omega is the sigmoid of the mean logit of the KV head's
-query heads.
+query heads. What hides a row, a mask or a sliding window, hides it by its newest token.
 
 Per layer and KV head T tokens that began n segments take (n - 1) 2 d b bytes for closed segments, 8 d for the one that
 still grows, and 4 n for masses.
 
-Deviations: keys and queries arrive rotated and are turned back by the model's own angles, in fp32: exact to an ulp of
+Deviations: `offset` is the constant of training, which the published code takes at inference too; with 0 the equations
+are as printed. That code uses the last channel; which one is the config's to say. Keys and queries arrive rotated and are turned back by the model's own angles, in fp32: exact to an ulp of
 fp32, and to the rounding of the rotated row where the model runs in two bytes, so that a logit that close to the
 threshold may be decided differently. Weights below 1e-12 count as that.
 Not supported: the published code's window (`window` is null or left out): a segment there forgets all but its last 12
