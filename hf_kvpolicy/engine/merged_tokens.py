@@ -292,17 +292,15 @@ def _states(
 ) -> _States:
     """Average new tokens into the trailing segments, state by state."""
     assert old.trailing is not None, "a layer that merges tokens has a trailing segment"
-    live_B1T = frame.live_BT[:, None]
-    count_B1T = live_B1T.cumsum(-1)
-    # A batch row's first token begins whatever it decides; pads before it are segments that nobody sees.
-    first_B1T = frame.fresh_B[:, None, None] & (count_B1T == 1)
+    live_B1T = frame.live_BS[:, None, 1:]
+    # A batch row's first token begins whatever it decides.
+    first_B1T = frame.fresh_B[:, None, None] & (live_B1T.cumsum(-1) == 1)
     begins = live_B1T & (~new.accumulates_BHT | first_B1T)
-    starts = begins | (frame.fresh_B[:, None, None] & (count_B1T == 0))
-    weights = new.weights_BHT.masked_fill(~live_B1T, 0.0)
     means, masses = partial_means(
         torch.cat([old.trailing.means_BHX[:, :, None], new.rows_BHTX], dim=2),
-        torch.cat([old.trailing.masses_BH[:, :, None], weights], dim=2),
-        torch.cat([torch.ones_like(starts[:, :, :1]), starts], dim=2),
+        torch.cat([old.trailing.masses_BH[:, :, None], new.weights_BHT], dim=2),
+        torch.cat([torch.ones_like(begins[:, :, :1]), begins], dim=2),
+        frame.live_BS if frame.has_pads else None,
     )
     keys, values = torch.split(means, [old.rows.keys_ND.shape[1], old.rows.values_ND.shape[1]], dim=3)
     if rotated:

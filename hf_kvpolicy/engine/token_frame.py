@@ -22,7 +22,8 @@ __all__ = ["TokenFrame", "frame_of"]
 class TokenFrame:
     """New tokens, and the anchor of every state: the newest real token up to it."""
 
-    live_BT: Tensor  # bool
+    live_BS: Tensor  # bool; the state before the tokens counts as real
+    has_pads: bool
     # Which batch rows have had no token before.
     fresh_B: Tensor
     columns_BS: Tensor  # int32, -1 before the first token
@@ -34,9 +35,9 @@ class TokenFrame:
 
     def to(self, device: torch.device) -> TokenFrame:
         """Return the frame on a layer's device; self when it lies there."""
-        if device == self.live_BT.device:
+        if device == self.live_BS.device:
             return self
-        parts = {name: getattr(self, name).to(device) for name in ("live_BT", "fresh_B", "columns_BS", "tokens_BS")}
+        parts = {name: getattr(self, name).to(device) for name in ("live_BS", "fresh_B", "columns_BS", "tokens_BS")}
         shifts = {name: getattr(self, name).to(device) for name in ("there", "own", "back")}
         return replace(self, **shifts, **parts)
 
@@ -48,18 +49,18 @@ def frame_of(new: RowMap, before: Frontier, position_offsets: Sequence[int | Non
         new: their map, one map head.
         position_offsets: model position minus token position of each batch row.
     """
-    live_BT, device = new.live_BMW[:, 0], new.device
-    batch = live_BT.shape[0]
+    device, batch = new.device, new.live_BMW.shape[0]
     old = torch.tensor(before.tokens or (0,) * batch, dtype=torch.int32, device=device)
     columns = torch.cat([_newest_column(before, batch, device)[:, None], new.columns_BMW[:, 0]], dim=1)
     tokens = torch.cat([(old - 1)[:, None], new.tokens_BMW[:, 0]], dim=1)
-    counts_BS = torch.cat([torch.ones_like(live_BT[:, :1]), live_BT], dim=1)
-    columns, tokens = (part.masked_fill(~counts_BS, -1).cummax(1).values for part in (columns, tokens))
+    live_BS = torch.cat([torch.ones_like(new.live_BMW[:, 0, :1]), new.live_BMW[:, 0]], dim=1)
+    columns, tokens = (part.masked_fill(~live_BS, -1).cummax(1).values for part in (columns, tokens))
     offset_B = torch.tensor([offset or 0 for offset in position_offsets], device=device)
     there = Shift.to_positions(tokens + offset_B[:, None], spec)
     own = replace(there, cos_B1PR=there.cos_B1PR[:, :, 1:], sin_B1PR=there.sin_B1PR[:, :, 1:])
     return TokenFrame(
-        live_BT=live_BT,
+        live_BS=live_BS,
+        has_pads=not bool(live_BS.all()),
         fresh_B=old == 0,
         columns_BS=columns.int(),
         tokens_BS=tokens.int(),

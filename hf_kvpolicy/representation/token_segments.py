@@ -88,7 +88,9 @@ class TokenSegments(RowRepresentation):
         return zeroed
 
 
-def partial_means(rows_BHSD: Tensor, weights_BHS: Tensor, begins_BHS: Tensor) -> tuple[Tensor, Tensor]:
+def partial_means(
+    rows_BHSD: Tensor, weights_BHS: Tensor, begins_BHS: Tensor, live_BS: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the state after every token: the weighted mean of its segment so far, and that segment's mass.
 
     All segments at once: pass j adds the j-th token of each, so that a token is added in the same arithmetic whether it
@@ -96,23 +98,34 @@ def partial_means(rows_BHSD: Tensor, weights_BHS: Tensor, begins_BHS: Tensor) ->
 
     Args:
         rows_BHSD: fp32; the state before the tokens first, then what each token brings.
-        weights_BHS: fp32, the mass of that state, then omega; 0 for pads, which leave their segment as it is.
+        weights_BHS: fp32, the mass of that state, then omega.
         begins_BHS: which tokens begin a segment; the first entry counts as one.
+        live_BS: which entries are no pads; a pad leaves the state as it is. None where none is one.
     """
     states, dim = rows_BHSD.shape[2], rows_BHSD.shape[3]
     index_S = torch.arange(states, device=rows_BHSD.device)
     start_BHS = torch.where(begins_BHS, index_S, 0).cummax(-1).values
-    rank_N = (index_S - start_BHS).flatten()
+    newest_BHS = index_S.expand_as(start_BHS)
+    rank_BHS = newest_BHS - start_BHS
+    if live_BS is not None:
+        # Tokens are counted without pads, and follow the newest one before them.
+        newest_BHS = torch.where(live_BS, index_S, 0).cummax(-1).values[:, None].expand_as(start_BHS)
+        count_BHS = live_BS.cumsum(-1)[:, None].expand_as(start_BHS)
+        rank_BHS = (count_BHS - count_BHS.gather(2, start_BHS)) * live_BS[:, None]
+    owner_BH1 = torch.arange(start_BHS[..., 0].numel(), device=index_S.device).view(*start_BHS.shape[:2], 1)
+    newest_N = (newest_BHS + owner_BH1 * states).flatten()
     # Stable, so that the members of one pass are read in the order they lie in.
-    order_N, counts = rank_N.argsort(stable=True), torch.bincount(rank_N).tolist()
+    order_N, counts = rank_BHS.flatten().argsort(stable=True), torch.bincount(rank_BHS.flatten()).tolist()
     means_ND, masses_N = rows_BHSD.reshape(-1, dim).clone(), weights_BHS.flatten().clone()
     ends = list(accumulate(counts))
     for begin, end in pairwise(ends):
         here = order_N[begin:end]
-        before_D, own_D = means_ND.index_select(0, here - 1), means_ND.index_select(0, here)
-        own = masses_N.index_select(0, here)
-        mass = masses_N.index_select(0, here - 1) + own
+        before = newest_N.index_select(0, here - 1)
+        before_D, own = means_ND.index_select(0, before), masses_N.index_select(0, here)
+        mass = masses_N.index_select(0, before) + own
         share = own / mass.clamp(min=SMALLEST_WEIGHT)
-        means_ND.index_copy_(0, here, before_D + share[:, None] * (own_D - before_D))
+        means_ND.index_copy_(0, here, before_D + share[:, None] * (means_ND.index_select(0, here) - before_D))
         masses_N.index_copy_(0, here, mass)
+    if live_BS is not None:
+        means_ND, masses_N = means_ND.index_select(0, newest_N), masses_N.index_select(0, newest_N)
     return means_ND.view(rows_BHSD.shape), masses_N.view(weights_BHS.shape)

@@ -86,6 +86,28 @@ def test_many_owners_at_once_are_each_alone_and_piece_by_piece_is_the_same_bit_f
             assert torch.equal(one[0][0, 0], means[batch, head])
 
 
+def test_pads_leave_segments_as_they_are_and_are_not_counted() -> None:
+    """Before the first token, between and behind; compared with the same tokens without them, bit for bit."""
+    generator = torch.Generator().manual_seed(1)
+    rows, weights = torch.randn(2, 3, 20, 4, generator=generator), torch.rand(2, 3, 20, generator=generator)
+    begins = torch.rand(2, 3, 20, generator=generator) < 0.4
+    live = torch.rand(2, 20, generator=generator) < 0.6
+    live[:, 0], live[0, 1:6], live[1, 14:] = True, False, False
+    begins &= live[:, None]
+    means, masses = partial_means(rows, weights, begins, live)
+    for batch in range(2):
+        real = live[batch].nonzero()[:, 0]
+        one = (
+            rows[batch : batch + 1, :, real],
+            weights[batch : batch + 1, :, real],
+            begins[batch : batch + 1, :, real],
+        )
+        alone = partial_means(*one)
+        newest = live[batch].cumsum(0) - 1
+        assert torch.equal(means[batch], alone[0][0][:, newest])
+        assert torch.equal(masses[batch], alone[1][0][:, newest])
+
+
 def test_a_segment_of_one_token_is_that_token_and_no_weight_changes_nothing() -> None:
     rows = torch.randn(1, 1, 4, 3)
     means, masses = partial_means(rows, torch.tensor([[[0.3, 0.7, 0.0, 0.0]]]), torch.tensor([[[1, 1, 0, 0]]]).bool())

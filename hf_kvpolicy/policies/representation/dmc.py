@@ -23,9 +23,10 @@ Per layer and KV head T tokens that began n segments take (n - 1) 2 d b bytes fo
 still grows, and 4 n for masses.
 
 Deviations: `offset` is the constant of training, which the published code takes at inference too; with 0 the equations
-are as printed. That code uses the last channel; which one is the config's to say. Keys and queries arrive rotated and are turned back by the model's own angles, in fp32: exact to an ulp of
-fp32, and to the rounding of the rotated row where the model runs in two bytes, so that a logit that close to the
-threshold may be decided differently. Weights below 1e-12 count as that.
+are as printed. That code uses the last channel; which one is the config's to say. Keys and queries arrive rotated and
+are turned back by the model's own angles, in fp32: exact to an ulp of fp32, and to the rounding of the rotated row
+where the model runs in two bytes, so that a logit that close to the threshold may be decided otherwise. Weights below
+1e-12 count as that.
 Not supported: the published code's window (`window` is null or left out): a segment there forgets all but its last 12
 tokens. Families whose keys are not rotated, or by angles that depend on the length; models of full and sliding layers.
 A budget or a selection. Taking back accepted tokens: a mean does not give up a member.
