@@ -30,6 +30,7 @@ from .ledger import Ledger
 from .persistence import load_cache
 from .policies import (
     AdaKVCache,
+    DMCCache,
     FastGenCache,
     FullCache,
     H2OCache,
@@ -61,6 +62,7 @@ __all__ = [
     "CapacityError",
     "CheckpointAdmissionError",
     "ConfigError",
+    "DMCCache",
     "FastGenCache",
     "FullCache",
     "H2OCache",

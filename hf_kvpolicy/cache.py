@@ -27,6 +27,7 @@ from .positions import RotarySpec
 from .pruning import prune_between
 from .records import Identity, integrity_faults, manifest_of, positions_of, prefix_digest, receipt_of, state_of
 from .registry import ModelPatch, check_options, model_patch
+from .spans import spans_of
 
 if TYPE_CHECKING:
     from typing import Self
@@ -78,7 +79,7 @@ class PolicyCache(ForeignAccess, Cache):  # type: ignore[misc]
             alibi=self._patch.alibi(text_config(config)),
             foreign=stock_layers(config, self._geometry.foreign_layers),
         )
-        composition.check_model(self._geometry)
+        composition.check_model(self._geometry, text_config(config))
         super().__init__(layers=layer_faces(self, self._geometry))
         if model is not None:
             attach(model)
@@ -246,8 +247,7 @@ class PolicyCache(ForeignAccess, Cache):  # type: ignore[misc]
 
     def source_spans(self, layer: int, batch: int = 0) -> list[Tensor]:
         """Return, per KV head, the first and last token position behind each row of `positions`, int64 [n, 2]."""
-        # No policy merges tokens yet: a row merged across layers stands for its own token in both of them.
-        return [tokens[:, None].expand(-1, 2).clone() for tokens in self.positions(layer, batch)]
+        return spans_of(self._runtime, self._checked(layer, batch), batch)
 
     def stored_rows(self, layer: int) -> Tensor:
         """Return how many rows each owner of a layer has, int64 [B, H_kv] (H_q columns for owner='query_head')."""
@@ -369,7 +369,7 @@ class PolicyCache(ForeignAccess, Cache):  # type: ignore[misc]
 
     def _bind(self, decoder: torch.nn.Module) -> None:
         self._decoder = weakref.ref(decoder)
-        if self.composition.positions == "cache_local" and self._runtime.alibi is None:
+        if self.composition.moves_keys and self._runtime.alibi is None:
             self._rotary = self._patch.rotary(decoder, self._geometry.model_layers)
         if self.composition.pruning is not None:
             self._patch.decoder_layers(decoder)  # refuses families whose layers cannot lose tokens

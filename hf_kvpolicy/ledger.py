@@ -2,9 +2,9 @@
 
 Terms: payload = live rows, those of merged layers with all it takes to restore them; slack = slots that hold no live
 row; positions = columns, token positions and slots of rows; offsets = where ragged owners begin and how long they are;
-validity = live flags, the mask of columns fed and the kinds of their tokens; scores = states that rows carry, queries
-held for a later selection and thresholds of merging; protected = pristine keys of re-rotated rows. Transient peak is
-the most that was alive at once during a forward.
+validity = live flags, the mask of columns fed and the kinds of their tokens; scores = states that rows carry (of merged
+tokens their masses), queries held for a later selection and thresholds of merging; protected = pristine keys of
+re-rotated rows. Transient peak is the most that was alive at once during a forward.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def account(runtime: Runtime) -> Ledger:
 def _slot_bytes(snapshot: Snapshot, heads: int) -> int:
     """Return the bytes of all slots, live or not."""
     dense = sum(snapshot.batch_size * heads * rows.capacity * rows.row_bytes for rows in snapshot.rows)
-    ragged = sum(layer.rows.slots * layer.rows.row_bytes for layer in snapshot.ragged)
+    ragged = sum(layer.slot_bytes for layer in snapshot.ragged)
     return dense + ragged + sum(pair.slot_bytes for pair in snapshot.pairs)
 
 
@@ -130,7 +130,7 @@ def _maps(snapshot: Snapshot) -> list[RowMap]:
 def _tensors(snapshot: Snapshot) -> list[Tensor]:
     """Return every tensor a snapshot reaches."""
     tensors = [tensor for rows in (*snapshot.buffers, *snapshot.pending) for tensor in rows.tensors()]
-    tensors += [tensor for layer in snapshot.ragged for tensor in layer.map.tensors()]
+    tensors += [tensor for layer in snapshot.ragged for tensor in layer.tensors()]
     for part in _maps(snapshot):
         tensors += [part.columns_BMW, part.tokens_BMW, part.live_BMW]
     frontier = snapshot.frontier
@@ -175,8 +175,9 @@ def _seen_bytes(snapshot: Snapshot) -> int:
 def _scores_bytes(snapshot: Snapshot) -> int:
     held = () if snapshot.open_segment is None else snapshot.open_segment.tensors()
     carried = (snapshot.scores_LBSWX, *(layer.map.states_PX for layer in snapshot.ragged))
+    masses = tuple(None if layer.trailing is None else layer.trailing.masses_BH for layer in snapshot.ragged)
     thresholds = [tensor for pair in snapshot.pairs for tensor in pair.thresholds]
-    return _declared(held) + _declared(carried) + _declared(tuple(thresholds))
+    return _declared(held) + _declared(carried) + _declared(masses) + _declared(tuple(thresholds))
 
 
 def _pinned_bytes(snapshot: Snapshot) -> int:

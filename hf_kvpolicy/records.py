@@ -111,7 +111,7 @@ def _selection_of(policy: Composition, proof: str) -> SelectionContract:
             "evidence": policy.evidence.describe(),
             "allocation": {"name": policy.allocation.name, **policy.allocation.describe()},
         },
-        unit="pair" if policy.representation.replaces_rows else policy.unit,
+        unit=policy.representation.unit or policy.unit,
         owner=policy.owner,
         group=policy.group,
         decision_phase=_phase_of(policy),
@@ -161,8 +161,11 @@ def positions_of(runtime: Runtime, layer: int, batch: int) -> list[Tensor]:
 
 
 def _ragged_positions(snapshot: Snapshot, layer: int, batch: int, heads: int) -> list[Tensor]:
-    owners, tail = snapshot.ragged[layer].map.owners(), snapshot.tail
-    parts = [table.tokens_BMW[0, 0].long() for table in owners[batch * heads : (batch + 1) * heads]]
+    stored, tail = snapshot.ragged[layer], snapshot.tail
+    parts = [table.tokens_BMW[0, 0].long() for table in stored.map.owners()[batch * heads : (batch + 1) * heads]]
+    if stored.trailing is not None and snapshot.tail_counts[batch]:
+        # A segment that still grows ends with the newest token.
+        return [torch.cat([part, part.new_tensor([snapshot.frontier.tokens[batch] - 1])]) for part in parts]
     if tail is None:
         return parts
     appended = tail.tokens_BMW[batch, 0][tail.live_BMW[batch, 0]].long()
@@ -294,6 +297,10 @@ def integrity_faults(runtime: Runtime) -> list[str]:
     snapshot, policy = runtime.snapshot, runtime.composition
     heads = policy.stored_heads(runtime.geometry)
     faults = _ragged_faults(snapshot, policy, heads) if snapshot.ragged else _dense_faults(snapshot)
+    if policy.representation.replaces_rows and snapshot.buffers:
+        from .replacements import faults_of_replaced
+
+        faults += faults_of_replaced(runtime)
     for layer in range(runtime.geometry.num_layers if snapshot.buffers else 0):
         for batch, owner_rows in enumerate(snapshot.owner_rows(layer, heads)):
             for head, tokens in enumerate(positions_of(runtime, layer, batch)):
@@ -319,10 +326,6 @@ def _dense_faults(snapshot: Snapshot) -> list[str]:
     for layers, rows in zip(snapshot.stores, snapshot.buffers, strict=True):
         if not isinstance(rows, RaggedRows) and rows.capacity < snapshot.width:
             faults.append(f"layer {layers[0]} has {rows.capacity} slots for {snapshot.width} in use")
-    if snapshot.pairs:
-        from .replacements import pair_faults
-
-        faults += pair_faults(snapshot)
     return faults
 
 

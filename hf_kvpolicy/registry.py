@@ -31,6 +31,7 @@ __all__ = [
     "ModelPatch",
     "available_policies",
     "check_options",
+    "example_training",
     "model_patch",
     "policy_class",
     "register_fallback_patch",
@@ -165,6 +166,12 @@ def policy_class(name: str) -> type:
     if name not in _POLICIES:
         raise ConfigError(f"There is no policy {name!r}; available are {', '.join(names)}.{did_you_mean(name, names)}")
     return _POLICIES[name]
+
+
+def example_training(name: str) -> dict[str, Any] | None:
+    """Return what a config says under `kvpolicy` of a checkpoint for this policy; None where any checkpoint will do."""
+    declared: Mapping[str, Any] | None = getattr(policy_class(name), "example_training", None)
+    return None if declared is None else dict(declared)
 
 
 def check_options(cls: type, options: Mapping[str, Any]) -> None:

@@ -1,9 +1,13 @@
-"""The records of a cache whose layers share stores: its contract, what a receipt lists, and what may contradict it."""
+"""The records of rows that replace others, by kind: their contract, what a receipt lists, what may contradict it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from .contract import (
     DEPTH_PAIRS,
+    SEGMENTS,
     ReplacedRows,
     ReplacementContract,
     RepresentationContract,
@@ -14,14 +18,46 @@ from .contract import (
 from .engine import Runtime, Snapshot
 from .engine.merged import depth_pairs
 from .geometry import CacheGeometry
+from .replaced_segments import segment_faults, segment_rows, segments_contract
 from .representation import RowRepresentation
 from .storage.merged import MergedTensor
 
-__all__ = ["contract_of", "pair_faults", "replaced_rows_of"]
+__all__ = ["contract_of", "faults_of_replaced", "replaced_rows_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    contract: Callable[[RowRepresentation, CacheGeometry, str], RepresentationContract]
+    rows: Callable[[Runtime], tuple[ReplacedRows, ...]]
+    faults: Callable[[Snapshot], list[str]]
 
 
 def contract_of(representation: RowRepresentation, geometry: CacheGeometry, scalar: str) -> RepresentationContract:
-    """Return what merged layers mean to a reader; `scalar` is the dtype of rows."""
+    """Return what rows that replace others mean to a reader; `scalar` is the dtype of rows."""
+    return _kind_of(representation).contract(representation, geometry, scalar)
+
+
+def replaced_rows_of(runtime: Runtime) -> tuple[ReplacedRows, ...]:
+    """Return what every published row stands for, store by store.
+
+    Raises:
+        SelectionError: the rows are not those that the cache's contract names.
+    """
+    return _kind_of(runtime.composition.representation).rows(runtime)
+
+
+def faults_of_replaced(runtime: Runtime) -> list[str]:
+    """Return every contradiction between what replaces rows and what is fed."""
+    return _kind_of(runtime.composition.representation).faults(runtime.snapshot)
+
+
+def _kind_of(representation: RowRepresentation) -> _Kind:
+    if representation.kind == SEGMENTS:
+        return _Kind(contract=segments_contract, rows=segment_rows, faults=segment_faults)
+    return _Kind(contract=_pairs_contract, rows=_pair_rows, faults=_pair_faults)
+
+
+def _pairs_contract(representation: RowRepresentation, geometry: CacheGeometry, scalar: str) -> RepresentationContract:
     rule = depth_pairs(representation)
     admit_checkpoint(DEPTH_PAIRS)
     stores = producers_of_pairs(geometry.num_layers, rule.pairs)
@@ -44,16 +80,11 @@ def contract_of(representation: RowRepresentation, geometry: CacheGeometry, scal
     )
 
 
-def replaced_rows_of(runtime: Runtime) -> tuple[ReplacedRows, ...]:
-    """Return what every published row stands for, store by store.
-
-    Raises:
-        SelectionError: the rows are not those that the cache's contract names.
-    """
+def _pair_rows(runtime: Runtime) -> tuple[ReplacedRows, ...]:
     snapshot, heads = runtime.snapshot, runtime.geometry.num_kv_heads
     rule, listed = depth_pairs(runtime.composition.representation), []
     pairs = {pair.layers: pair for pair in snapshot.pairs}
-    contract = contract_of(rule, runtime.geometry, "rows").replacement
+    contract = _pairs_contract(rule, runtime.geometry, "rows").replacement
     assert contract is not None, "rows that are merged have a contract"
     tokens = _tokens_by_slot(snapshot)
     spans = tuple(tuple((token, token) for token in row.values()) for row in tokens for _ in range(heads))
@@ -66,8 +97,7 @@ def replaced_rows_of(runtime: Runtime) -> tuple[ReplacedRows, ...]:
     return tuple(listed)
 
 
-def pair_faults(snapshot: Snapshot) -> list[str]:
-    """Return every contradiction between the stores of pairs and what is fed."""
+def _pair_faults(snapshot: Snapshot) -> list[str]:
     faults, width = [], snapshot.width
     live = snapshot.full_map(0).live_BMW[:, 0]
     for pair in snapshot.pairs:

@@ -5,7 +5,7 @@ rows are dropped only then. So what each layer's attention was given is the same
 `capture_prompt` runs the model once and keeps it; `replay_prompt` hands it to a cache as the model's forward would,
 without the model. What a cache then holds is what its own run would have left.
 
-Policies that change the forward itself (those that prune hidden states) cannot be replayed.
+Policies that change the forward itself (those that prune hidden states, or merge tokens) cannot be replayed.
 
 Letters: B batch rows, T tokens, Q query heads, H KV heads, D head dimension, V vocabulary.
 """
@@ -107,7 +107,7 @@ def can_replay(cache: Any) -> bool:
         return False
     if cache.model_attends_itself or cache.geometry.state_layers:
         return False
-    return cache.composition.pruning is None
+    return cache.composition.pruning is None and cache.composition.representation.leaves_forward
 
 
 @torch.no_grad()
@@ -120,7 +120,7 @@ def replay_prompt(cache: PolicyCache, model: Any, prompt: CapturedPrompt) -> Non
     if not can_replay(cache):
         raise ConfigError(
             "A captured prompt goes into an empty cache whose policy acts after attention; this one holds tokens, "
-            "records drafts or prunes hidden states. Run the prompt through the model instead."
+            "records drafts, prunes hidden states or merges tokens. Run the prompt through the model instead."
         )
     inner = unwrap(model)
     decoder: Any = model_patch(inner.config).decoder(inner)

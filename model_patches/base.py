@@ -109,6 +109,7 @@ class RotaryDecoderPatch(InterfacePatch):
             inverse_frequencies=frequencies,
             interleaved=self.interleaved,
             rotated_layers=None if all(rotated) else rotated,
+            amplitude=self.amplitude(module, decoder, layers),
         )
 
     def rotary_module(self, decoder: Any) -> Any:
@@ -122,6 +123,10 @@ class RotaryDecoderPatch(InterfacePatch):
     def frequencies(self, module: Any, decoder: Any, layers: Sequence[int]) -> Any:
         """Return the inverse frequencies of these layers, as the module computed them from its config."""
         return getattr(module, "inv_freq", None)
+
+    def amplitude(self, module: Any, decoder: Any, layers: Sequence[int]) -> float:
+        """Return what cosine and sine of these layers are multiplied with."""
+        return float(getattr(module, "attention_scaling", 1.0))
 
     def rotates(self, decoder: torch.nn.Module, layer: int) -> bool:
         """Whether a layer of the model rotates its keys."""

@@ -49,3 +49,7 @@ class Gemma3Patch(Gemma2Patch):
     def frequencies(self, module: Any, decoder: Any, layers: Sequence[int]) -> Any:
         """Return the inverse frequencies of that kind."""
         return getattr(module, f"{decoder.config.layer_types[layers[0]]}_inv_freq", None)
+
+    def amplitude(self, module: Any, decoder: Any, layers: Sequence[int]) -> float:
+        """Return the factor of that kind."""
+        return float(getattr(module, f"{decoder.config.layer_types[layers[0]]}_attention_scaling", 1.0))

@@ -15,7 +15,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralCon
 import hf_kvpolicy as kv
 from hf_kvpolicy.compat import cache_argument
 from hf_kvpolicy.config import policy_options
-from hf_kvpolicy.registry import policy_class
+from hf_kvpolicy.registry import example_training, policy_class
 
 VOCAB = 97
 # On the oldest transformers only what meets its seams is repeated: two families, each policy with its first unit.
@@ -66,7 +66,27 @@ _SMALL: dict[str, dict[str, Any]] = {
     "scissorhands": {"budget": 8, "recent": 2, "history": 12},
     # Half of the tests' models has no pair of layers to merge. Few rows are exceptions, and some are.
     "minicache": {"start_layer": 0, "retention": 0.2},
+    "dmc": {},
 }
+
+
+# Policies that need a checkpoint trained for them.
+TRAINED = tuple(name for name in kv.available_policies() if example_training(name) is not None)
+
+
+def declared(model: Any, policy: str) -> Any:
+    """Return the model, or the config, with what a checkpoint of this policy would say of its training.
+
+    Random weights decide something too.
+    """
+    if policy in TRAINED:
+        getattr(model, "config", model).kvpolicy = example_training(policy)
+    return model
+
+
+def make_cache(policy: str, model: Any, **options: Any) -> Any:
+    """Return a cache for a model, which is made one of the policy's checkpoints where there must be one."""
+    return kv.make_cache(policy, declared(model, policy), **options)
 
 
 def small_options(name: str) -> dict[str, Any]:
@@ -98,6 +118,11 @@ def options_for(model: Any, policy: str, options: dict[str, Any]) -> dict[str, A
 def only_budget(name: str) -> dict[str, Any]:
     """Return options under which a policy drops rows only where a budget makes it, or merges none."""
     return {"fastgen": {"recovery": 1.0}, "minicache": {"retention": 1.0}}.get(name, {})
+
+
+def can_be_neutral(name: str) -> bool:
+    """Whether some options make a policy drop and merge nothing."""
+    return getattr(policy_class(name), "neutral", None) is not None
 
 
 def is_lossy(name: str) -> bool:
@@ -247,7 +272,7 @@ def neutral_cache(name: str, model: Any, total_rows: int, **options: Any) -> Any
     neutral = getattr(policy_class(name), "neutral", None)
     if neutral is None:
         pytest.skip(f"{name} has no neutral options")
-    return kv.make_cache(name, model, **{**neutral(total_rows), **options})
+    return make_cache(name, model, **{**neutral(total_rows), **options})
 
 
 def content(cache: Any) -> dict[str, Any]:
@@ -287,6 +312,9 @@ def _ragged_rows(snapshot: Any, layer: int, batch: int) -> Iterator[tuple[list[i
     stored, tail = snapshot.ragged[layer], snapshot.tail
     live = torch.zeros(0, dtype=torch.bool) if tail is None else tail.live_BMW[batch, 0]
     appended = torch.zeros(0, dtype=torch.int32) if tail is None else tail.tokens_BMW[batch, 0][live]
+    if stored.trailing is not None:
+        yield from _segments(snapshot, layer, batch)
+        return
     for owner in range(batch * stored.map.heads, (batch + 1) * stored.map.heads):
         base = stored.map.lengths[owner]
         keys, values = stored.rows.owner(owner, stored.rows.capacities[owner])
@@ -295,6 +323,21 @@ def _ragged_rows(snapshot: Any, layer: int, batch: int) -> Iterator[tuple[list[i
         tokens = stored.map.owners()[owner].tokens_BMW[0, 0].tolist() + appended.tolist()
         assert tokens == sorted(tokens), "an owner's rows ascend"
         yield tokens, keys[kept], values[kept]
+
+
+def _segments(snapshot: Any, layer: int, batch: int) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    """Closed segments, then the one that still grows as it is kept: before its rotation."""
+    stored, newest = snapshot.ragged[layer], snapshot.frontier.tokens[batch] - 1
+    means = stored.trailing.means_BHX[batch]
+    for head in range(stored.map.heads):
+        owner = batch * stored.map.heads + head
+        keys, values = stored.rows.owner(owner, stored.map.lengths[owner])
+        tokens = stored.map.owners()[owner].tokens_BMW[0, 0].tolist()
+        grown_key, grown_value = means[head].to(keys.dtype).split([keys.shape[1], values.shape[1]])
+        if newest >= 0:
+            tokens = [*tokens, newest]
+            keys, values = torch.cat([keys, grown_key[None]]), torch.cat([values, grown_value[None]])
+        yield tokens, keys, values
 
 
 def assert_same_content(left: Any, right: Any, *, atol: float = 1e-5) -> None:

@@ -68,8 +68,11 @@ from .replaced_rows import (
 from .replacement import (
     DEPTH_PAIRS,
     REPLACEMENT_KINDS,
+    SEGMENTS,
     ReplacementContract,
     admit_checkpoint,
+    admit_policy,
+    declared_training,
     producers_of_pairs,
 )
 from .selection_contract import (
@@ -181,6 +184,7 @@ __all__ = [
     "RESERVED_POLICIES",
     "SCALAR_BYTES",
     "SCHEMA_VERSION",
+    "SEGMENTS",
     "SEMANTIC_CLASSES",
     "SOURCE_AXES",
     "SPECIFICATION_UNITS",
@@ -217,6 +221,7 @@ __all__ = [
     "TensorContract",
     "Transaction",
     "admit_checkpoint",
+    "admit_policy",
     "amplification",
     "bounded_decode_read_bytes",
     "canonical_json",
@@ -229,6 +234,7 @@ __all__ = [
     "contiguous_head_map",
     "cumulative_decode_rows",
     "cumulative_full_read_bytes",
+    "declared_training",
     "describe_state",
     "flag_bytes",
     "freeze_positions",

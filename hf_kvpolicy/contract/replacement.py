@@ -19,8 +19,11 @@ from .canonical import FrozenMapping
 __all__ = [
     "DEPTH_PAIRS",
     "REPLACEMENT_KINDS",
+    "SEGMENTS",
     "ReplacementContract",
     "admit_checkpoint",
+    "admit_policy",
+    "declared_training",
     "producers_of_pairs",
 ]
 
@@ -31,6 +34,10 @@ ANCHORS = {SEGMENTS: "latest_of_span", DEPTH_PAIRS: "own_position", CONDENSED: "
 
 # What must lie beside the rows for them to be read.
 _NEEDED = {SEGMENTS: ("masses",), DEPTH_PAIRS: ("magnitudes", "exception_rows", "exception_indices"), CONDENSED: ()}
+
+# The entry of a config in which a checkpoint says what it was trained for, and what its `kind` stands for.
+_DECLARED_IN = "kvpolicy"
+_DECLARED_KINDS = {"dmc": SEGMENTS}
 
 # What a checkpoint must have been trained for; None for a rule that an ordinary one admits.
 _TRAINED_FOR = {
@@ -136,6 +143,42 @@ def producers_of_pairs(num_layers: int, pairs: Sequence[tuple[int, int]]) -> tup
     paired = {layer for pair in pairs for layer in pair}
     alone = [(layer,) for layer in range(num_layers) if layer not in paired]
     return tuple(sorted([*alone, *pairs]))
+
+
+def declared_training(config: object) -> tuple[str, Mapping[str, object]] | None:
+    """Return the kind of rows a checkpoint was trained for and what its config says of them; None for ordinary ones.
+
+    Raises:
+        CheckpointAdmissionError: the config declares something that this library does not know.
+    """
+    declared = getattr(config, _DECLARED_IN, None)
+    if declared is None:
+        return None
+    kind = declared.get("kind") if isinstance(declared, Mapping) else None
+    if kind not in _DECLARED_KINDS:
+        raise CheckpointAdmissionError(
+            f"config.{_DECLARED_IN} is {declared!r}, which names no training that is known here. Its 'kind' must be "
+            f"one of {', '.join(_DECLARED_KINDS)}; load the checkpoint with the version of hf_kvpolicy it was made for."
+        )
+    return _DECLARED_KINDS[kind], declared
+
+
+def admit_policy(policy: str, representation_kind: str | None, config: object) -> None:
+    """Refuse a policy whose rows are not those a checkpoint was trained for; None is original rows.
+
+    Raises:
+        CheckpointAdmissionError: the checkpoint is ordinary and the rows are not, or the other way round.
+    """
+    declared = declared_training(config)
+    trained_for = None if declared is None else declared[0]
+    if representation_kind is not None:
+        admit_checkpoint(representation_kind, trained_for)
+    elif declared is not None:
+        raise CheckpointAdmissionError(
+            f"{policy} keeps rows as they are, but the checkpoint was trained for {trained_for} "
+            f"(config.{_DECLARED_IN}): without its updater, what was trained to decide would be read as keys. Use the "
+            f"policy {declared[1]['kind']!r}."
+        )
 
 
 def admit_checkpoint(representation_kind: str, trained_for: str | None = None) -> None:

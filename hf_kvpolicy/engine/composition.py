@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..allocation import UNIFORM, Allocation, BlockDecay, Budget, DepthDecay, FamilyRule
+from ..contract import admit_policy
 from ..errors import BudgetError, ConfigError, ManifestError, UnsupportedModelError, did_you_mean
 from ..evidence import GROUPS, CarriedEvidence, Evidence
 from ..geometry import CacheGeometry
@@ -104,17 +105,20 @@ class Composition:
 
     def _check_representation(self) -> None:
         selects = self.budget is not None or self.schedule != "never" or self.pruning is not None
-        if self.representation.replaces_rows and (selects or self.storage != "dense"):
+        stored = self.representation.storage
+        if self.representation.replaces_rows and (selects or self.storage != stored):
             raise ManifestError(
-                f"{self.policy}: rows are merged across layers, but layers that keep different positions have no rows "
-                "to merge. A policy that merges selects nothing: leave out budget, schedule and ragged storage."
+                f"{self.policy}: rows are merged, but owners that keep different positions have no rows to merge, and "
+                "what was merged is not chosen from. A policy that merges selects nothing: leave out budget and "
+                f"schedule, and use {stored} storage."
             )
 
     def _check_storage(self) -> None:
         if self.allocation is not UNIFORM and self.storage != "ragged":
             raise ManifestError(f"{self.policy}: owners of unequal length are stored ragged, not {self.storage}.")
         unheld_scores = self.carries_scores and self.families is None
-        if self.storage == "ragged" and (self.positions != "original" or self.is_positional or unheld_scores):
+        by_position = self.is_positional and not self.representation.replaces_rows
+        if self.storage == "ragged" and (self.positions != "original" or by_position or unheld_scores):
             raise ManifestError(
                 f"{self.policy}: ragged storage holds rows at their original positions, chosen by scores that no row "
                 "carries. Use dense storage for position-only policies, cache-local positions and carried scores."
@@ -197,12 +201,19 @@ class Composition:
         at_once = int((self.drop_ratio or 0.0) * budget_rows)
         return count - max(at_once, count - budget_rows)
 
-    def check_model(self, geometry: CacheGeometry) -> None:
+    @property
+    def moves_keys(self) -> bool:
+        """Whether it must be known how the model rotates keys."""
+        return self.positions == "cache_local" or not self.representation.leaves_forward
+
+    def check_model(self, geometry: CacheGeometry, config: object) -> None:
         """Reject a model that the method cannot act on.
 
         Raises:
+            CheckpointAdmissionError: the checkpoint was trained for other rows, or not for these.
             UnsupportedModelError: tokens would be dropped between layers, some of which count every token.
         """
+        admit_policy(self.policy, self.representation.kind, config)
         if self.pruning is not None and geometry.foreign_layers:
             raise UnsupportedModelError(
                 f"{self.policy} drops tokens between layers, but this {geometry.model_type!r} model has layers of "

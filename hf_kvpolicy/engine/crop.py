@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ..errors import StaleGenerationError
-from ..representation import RowRepresentation
 from .composition import Composition
 from .foreign import cropped_layers
 from .published import Waiting
+from .replacing import merge_waiting
 from .snapshot import Frontier, Snapshot
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
 
 __all__ = ["accepted_of", "cropped", "refuse_untakeable"]
 
 
-def accepted_of(waiting: Waiting, rejected: int, representation: RowRepresentation) -> Snapshot:
+def accepted_of(runtime: Runtime, waiting: Waiting, rejected: int) -> Snapshot:
     """Return what a finished forward leaves once its last `rejected` tokens are rejected and the others accepted."""
     accepted = cropped(waiting.snapshot, rejected)
-    if not accepted.pending:
-        return accepted
-    # Not imported where rows stay as they are.
-    from .merged import merge_pending
-
-    return merge_pending(representation, accepted, waiting.length - rejected)
+    return merge_waiting(runtime, accepted, waiting.length - rejected) if accepted.pending else accepted
 
 
 def cropped(snapshot: Snapshot, removed: int) -> Snapshot:

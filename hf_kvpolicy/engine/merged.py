@@ -149,7 +149,8 @@ def merge_pending(representation: RowRepresentation, accepted: Snapshot, length:
     live_BT = accepted.tail.live_BMW[:, 0, accepted.tail.width - length :]
     pairs = []
     for index, pair in enumerate(accepted.pairs):
-        layers = [rows.view(length) for rows in accepted.pending[2 * index : 2 * index + 2]]
+        both = accepted.pending[2 * index : 2 * index + 2]
+        layers = [rows.view(length) for rows in both if isinstance(rows, DenseRows)]
         lower, deeper = (_NewRows(keys_BHTD=keys, values_BHTD=values) for keys, values in layers)
         pairs.append(_merged_into(rule, pair, used, live_BT.to(pair.device), (lower, deeper)))
     merged = replace(accepted, pairs=tuple(pairs), pending=())

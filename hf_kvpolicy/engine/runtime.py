@@ -189,7 +189,7 @@ class Runtime(Exclusive):
                 f"{rejected} tokens of a waiting prompt were rejected, but its queries are held for only "
                 f"{MAX_ROLLBACK_TOKENS} tokens beyond the window. Reject fewer, or feed the prompt before recording."
             )
-        accepted = accepted_of(waiting, rejected, policy.representation)
+        accepted = accepted_of(self, waiting, rejected)
         keep_open = policy.chunked_prefill == "hold" and not by_crop and not policy.is_positional
         if is_prompt and keep_open:
             if policy.carries_scores and policy.families is None:

@@ -22,6 +22,7 @@ from .queries import QueryWindow
 
 if TYPE_CHECKING:
     from ..storage.merged import MergedPair
+    from ..storage.trailing import PendingTokens
 
 __all__ = ["Frontier", "OpenSegment", "Snapshot"]
 
@@ -128,14 +129,15 @@ class Snapshot:
     maps: tuple[RowMap, ...] = ()
     # Ragged storage instead: per layer its buffers and the rows each owner held when the tail began.
     ragged: tuple[RaggedLayer, ...] = ()
-    # Stores of two layers each, ascending; and what their layers brought that waits for acceptance, two a pair.
+    # Stores of two layers each, ascending.
     pairs: tuple[MergedPair, ...] = ()
-    pending: tuple[DenseRows, ...] = ()
+    # What waits for acceptance before it is merged: of pairs two entries each, of merged tokens one a layer.
+    pending: tuple[DenseRows | PendingTokens, ...] = ()
     # Rows appended since the last selection, the same for every layer and head.
     tail: RowMap | None = None
     # Dense storage: live rows of each owner, per batch row (equal for all owners of a batch row).
     counts: tuple[int, ...] = ()
-    # Rows among them that were appended after the last selection.
+    # Rows among them that were appended after the last selection; where tokens are merged, segments that still grow.
     tail_counts: tuple[int, ...] = ()
     budget_rows: tuple[int, ...] | None = None
     # States that rows carry, [L, B, S, W, X], over all slots of dense rows; of an answer that is chosen from block by
@@ -217,7 +219,7 @@ class Snapshot:
             rows=tuple(rows for rows in buffers if isinstance(rows, DenseRows)),
             pairs=tuple(rows for rows in buffers if not isinstance(rows, DenseRows | RaggedRows)),
             ragged=tuple(
-                RaggedLayer(rows=rows, map=layer.map)
+                replace(layer, rows=rows)
                 for rows, layer in zip(buffers, self.ragged, strict=False)
                 if isinstance(rows, RaggedRows)
             ),
@@ -272,6 +274,8 @@ class Snapshot:
         """Return the bytes of live rows; of a pair's, with all that restores them in both layers."""
         if not self.buffers:
             return 0
+        if self.ragged:
+            return sum(layer.payload_bytes(sum(self.tail_counts) * heads) for layer in self.ragged)
         alone = layers - 2 * len(self.pairs)
         own_bytes = self.total_rows(alone, heads) * self.buffers[0].row_bytes
         return own_bytes + sum(pair.payload_bytes(sum(self.counts) * heads) for pair in self.pairs)
@@ -310,14 +314,19 @@ class Snapshot:
         # A pair moves with its deeper layer.
         devices = [place.layers[layers[-1]] for layers in self.stores]
         moved = self.with_buffers([move(rows, device) for rows, device in zip(self.buffers, devices, strict=True)])
-        waiting = [place.layers[layer] for pair in self.pairs for layer in (pair.layers[-1],) * 2]
+        waiting = [place.layers[layer] for pair in self.pairs for layer in (pair.layers[-1],) * 2] or place.layers
         return replace(
             moved,
             frontier=self.frontier.to(shared, move),
             pending=tuple(move(rows, device) for rows, device in zip(self.pending, waiting, strict=False)),
             maps=tuple(move(part, device) for part, device in zip(self.maps, place.maps, strict=not self.ragged)),
             ragged=tuple(
-                replace(layer, map=move(layer.map, at)) for layer, at in zip(moved.ragged, place.maps, strict=False)
+                replace(
+                    layer,
+                    map=move(layer.map, at),
+                    trailing=None if layer.trailing is None else move(layer.trailing, layer.rows.device),
+                )
+                for layer, at in zip(moved.ragged, place.maps, strict=False)
             ),
             tail=None if self.tail is None else move(self.tail, shared),
             scores_LBSWX=None if self.scores_LBSWX is None else move(self.scores_LBSWX, shared),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from ..masks import MaskRecord
 from ..storage import DenseRows, RaggedLayer, RaggedMap, RaggedRows, RowMap
 from ..weighting import Weighting
 from .foreign import decode_foreign, encode_foreign
+
+if TYPE_CHECKING:
+    from ..storage.trailing import TrailingSegments
 
 __all__ = ["Tensors", "decode", "encode"]
 
@@ -212,6 +215,8 @@ def _ragged_tensors(name: str, stored: RaggedLayer, tail_width: int) -> Tensors:
     used = _ragged_used(table.lengths, stored.rows.capacities, tail_width, table.is_open)
     parts = [stored.rows.owner(owner, slots) for owner, slots in enumerate(used)]
     optional = {"states": table.states_PX, "spare": table.spare_O}
+    if stored.trailing is not None:
+        optional |= {"trailing_means": stored.trailing.means_BHX, "trailing_masses": stored.trailing.masses_BH}
     return {
         f"{name}.keys": torch.cat([keys for keys, _ in parts]),
         f"{name}.values": torch.cat([values for _, values in parts]),
@@ -256,7 +261,22 @@ def _ragged(pool: _Pool, layer: int, facts: Mapping[str, Any], tail_width: int, 
         states_PX=states,
         spare_O=spare,
     )
-    return RaggedLayer(rows=rows, map=table)
+    return RaggedLayer(rows=rows, map=table, trailing=_trailing(pool, layer, rows, device))
+
+
+def _trailing(pool: _Pool, layer: int, rows: RaggedRows, device: torch.device) -> TrailingSegments | None:
+    """Rebuild the segments that tokens still join, of a cache that merges tokens."""
+    names = [f"layer.{layer}.trailing_{part}" for part in ("means", "masses")]
+    means, masses = (pool.take_if_any(name, device) for name in names)
+    if means is None or masses is None:
+        return None
+    from ..storage.trailing import TrailingSegments  # not imported where rows stay as they are
+
+    owners = (len(rows.starts) // rows.heads, rows.heads)
+    channels = rows.keys_ND.shape[1] + rows.values_ND.shape[1]
+    if means.shape != (*owners, channels) or masses.shape != owners or {means.dtype, masses.dtype} != {torch.float32}:
+        raise IntegrityError(f"Layer {layer} was saved with growing segments that do not fit its rows.")
+    return TrailingSegments(means_BHX=means, masses_BH=masses)
 
 
 def _check_shapes(snapshot: Snapshot) -> None:

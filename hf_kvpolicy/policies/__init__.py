@@ -8,7 +8,7 @@ from .allocation import (
     PyramidKVCache,
     ZigZagKVCache,
 )
-from .representation import MiniCache
+from .representation import DMCCache, MiniCache
 from .retention import (
     FullCache,
     H2OCache,
@@ -22,6 +22,7 @@ from .retention import (
 
 __all__ = [
     "AdaKVCache",
+    "DMCCache",
     "FastGenCache",
     "FullCache",
     "H2OCache",

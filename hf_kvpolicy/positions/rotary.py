@@ -28,6 +28,8 @@ class RotarySpec:
     interleaved: bool = False
     # Which of the policy's layers rotate their keys at all; None for all of them.
     rotated_layers: tuple[bool, ...] | None = None
+    # What the model multiplies cosine and sine with (yarn).
+    amplitude: float = 1.0
 
     @property
     def rotated_channels(self) -> int:
@@ -54,6 +56,20 @@ class Shift:
         angles = shift_BP.double()[:, None, :, None] * frequencies
         angles = angles.repeat_interleave(2, dim=-1) if spec.interleaved else torch.cat([angles, angles], dim=-1)
         return cls(cos_B1PR=angles.cos().float(), sin_B1PR=angles.sin().float(), interleaved=spec.interleaved)
+
+    @classmethod
+    def to_positions(cls, positions_BP: Tensor, spec: RotarySpec) -> Shift:
+        """Return the model's own rotation of keys at these positions: angles in fp32, as it computes them."""
+        frequencies = spec.inverse_frequencies.to(positions_BP.device, torch.float32)
+        angles = positions_BP.float()[:, None, :, None] * frequencies
+        angles = angles.repeat_interleave(2, dim=-1) if spec.interleaved else torch.cat([angles, angles], dim=-1)
+        cosine, sine = angles.cos() * spec.amplitude, angles.sin() * spec.amplitude
+        return cls(cos_B1PR=cosine, sin_B1PR=sine, interleaved=spec.interleaved)
+
+    def undone(self, spec: RotarySpec) -> Shift:
+        """Return what takes keys rotated by this back to where they were."""
+        scale = spec.amplitude**-2
+        return replace(self, cos_B1PR=self.cos_B1PR * scale, sin_B1PR=self.sin_B1PR * -scale)
 
     def to(self, device: torch.device) -> Shift:
         """Return the shift on another device."""

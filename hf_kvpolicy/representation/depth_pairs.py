@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..contract import DEPTH_PAIRS
 from .rows import RowRepresentation
 from .slerp import NEAR_ANTIPODAL, NEAR_PARALLEL
 
@@ -36,6 +37,16 @@ class DepthPairs(RowRepresentation):
     pairs: tuple[tuple[int, int], ...]
     interpolation: float
     retention: float
+
+    @property
+    def kind(self) -> str:
+        """Which kind of replacement it is."""
+        return DEPTH_PAIRS
+
+    @property
+    def unit(self) -> str:
+        """Two layers share a row."""
+        return "pair"
 
     @property
     def consumer_schema(self) -> str:

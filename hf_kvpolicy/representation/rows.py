@@ -14,5 +14,25 @@ class RowRepresentation:
     name: str
     replaces_rows: bool
 
+    @property
+    def kind(self) -> str | None:
+        """Which kind of replacement it is (`contract.REPLACEMENT_KINDS`); None for original rows."""
+        return None
+
+    @property
+    def unit(self) -> str | None:
+        """What shares a row beside the unit of selection; None where nothing does."""
+        return None
+
+    @property
+    def storage(self) -> str:
+        """What the rows lie in."""
+        return "dense"
+
+    @property
+    def leaves_forward(self) -> bool:
+        """Whether a prompt attends over its own rows as they are, as it would without a cache."""
+        return True
+
 
 ORIGINAL_ROWS = RowRepresentation(name="original_kv_rows", replaces_rows=False)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from torch import Tensor
 from .dense import growth_slots, stored_tensors
 from .ragged_map import RaggedMap, owners_of
 from .ragged_view import RaggedView
+
+if TYPE_CHECKING:
+    from .trailing import TrailingSegments
 
 __all__ = ["RaggedLayer", "RaggedRows"]
 
@@ -97,6 +101,11 @@ class RaggedRows:
         self.keys_ND.index_copy_(0, slots, keys_BSTD.reshape(slots.shape[0], -1))
         self.values_ND.index_copy_(0, slots, values_BSTD.reshape(slots.shape[0], -1))
 
+    def put(self, slots_N: Tensor, keys_ND: Tensor, values_ND: Tensor) -> None:
+        """Write rows into slots."""
+        self.keys_ND.index_copy_(0, slots_N, keys_ND)
+        self.values_ND.index_copy_(0, slots_N, values_ND)
+
     def owner(self, owner: int, rows: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of an owner's first rows, [rows, D] (windows, not copies)."""
         begin = self.starts[owner]
@@ -137,14 +146,36 @@ class RaggedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RaggedLayer:
-    """One layer's published ragged rows: buffers, and the map that gives their first slots a meaning."""
+    """One layer's published ragged rows: buffers, and the map that gives their first slots a meaning.
+
+    Where tokens are merged, the segment that still grows lies beside the slots (`trailing`), a row more an owner.
+    """
 
     rows: RaggedRows
     map: RaggedMap
+    trailing: TrailingSegments | None = None
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of all K/V, in use or not."""
+        own = 0 if self.trailing is None else self.trailing.masses_BH.numel() * self.trailing.row_bytes
+        return self.rows.slots * self.rows.row_bytes + own
+
+    def payload_bytes(self, rows_behind: int) -> int:
+        """Bytes of the map's rows and of so many behind them (over all owners): appended, or trailing."""
+        behind = self.rows if self.trailing is None else self.trailing
+        return sum(self.map.lengths) * self.rows.row_bytes + rows_behind * behind.row_bytes
 
     def batch(self, index: Sequence[int]) -> RaggedLayer:
         """Return the layer with its batch rows selected, repeated or reordered."""
-        return RaggedLayer(rows=self.rows.batch(index), map=self.map.batch(index))
+        trailing = self.trailing
+        if trailing is not None:
+            trailing = trailing.batch(torch.tensor(list(index), dtype=torch.int64, device=trailing.device))
+        return RaggedLayer(rows=self.rows.batch(index), map=self.map.batch(index), trailing=trailing)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return every tensor beside the buffers' own."""
+        return (*self.map.tensors(), *(() if self.trailing is None else self.trailing.tensors()))
 
     def packed(self) -> RaggedLayer:
         """Return the layer with every owner's rows in order and without a dead slot; a copy unless they lie so."""

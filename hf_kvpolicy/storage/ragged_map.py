@@ -148,6 +148,28 @@ class RaggedMap:
             spare = spare.index_select(0, torch.tensor(owners, dtype=torch.int64, device=device))
         return self._taken(torch.cat([nothing, *parts]), [self.lengths[o] for o in owners], spare)
 
+    def extended(
+        self, counts: Sequence[int], columns_N: Tensor, tokens_N: Tensor, states_NX: Tensor | None
+    ) -> RaggedMap:
+        """Return an ordered map with so many rows behind each owner's own, given owner after owner."""
+        assert not self.is_open, "rows are added in order"
+        lengths = [old + new for old, new in zip(self.lengths, counts, strict=True)]
+        # Where each row of the result is found: among the old ones, or behind all of them.
+        runs, old, new = [], 0, self.tokens_P.shape[0]
+        for held, added in zip(self.lengths, counts, strict=True):
+            runs += [(old, held), (new, added)]
+            old, new = old + held, new + added
+        first, size = (torch.tensor(part, device=self.device) for part in zip(*runs, strict=True))
+        run_P = torch.repeat_interleave(size, output_size=sum(lengths))
+        index_P = first[run_P] + torch.arange(sum(lengths), device=self.device) - (size.cumsum(0) - size)[run_P]
+        both = replace(
+            self,
+            columns_P=torch.cat([self.columns_P, columns_N]),
+            tokens_P=torch.cat([self.tokens_P, tokens_N]),
+            states_PX=None if self.states_PX is None or states_NX is None else torch.cat([self.states_PX, states_NX]),
+        )
+        return both._taken(index_P, lengths, None)
+
     def before_column(self, column: int) -> RaggedMap:
         """Return an ordered map without rows at or after a column (each owner's last ones, since rows ascend)."""
         assert not self.is_open, "rows are packed before any is taken back"

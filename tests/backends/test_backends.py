@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import forward, generate, prompt, small_options, tiny
+from helpers import forward, generate, make_cache, prompt, small_options, tiny
 from torch import Tensor
 
 import hf_kvpolicy as kv
@@ -104,7 +104,7 @@ def test_attention_features_that_are_not_handled_are_refused(name: str, extra: s
     """In a first prompt, a decode step and a later prompt: no kind of forward scores or attends as if they were not."""
     model = tiny("llama")
     options = {} if name == "full" else small_options(name)
-    cache, fresh = (kv.make_cache(name, model, **options) for _ in range(2))
+    cache, fresh = (make_cache(name, model, **options) for _ in range(2))
     generate(model, prompt(20), cache)
     before, ran = cache.receipt, type(model.model.layers[1].self_attn).forward
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PRUNING, forward, policy_units, prompt, tiny
-from merged import MergedOracle
+from helpers import PRUNING, forward, make_cache, policy_units, prompt, tiny
+from merged import MergedOracle, SegmentsOracle
 from oracle import MAX_HELD_BACK, Oracle
 from pruned import PrunedOracle
 
@@ -61,7 +61,7 @@ CASES = [
     *MIXES,
 ]
 
-ORACLES = {"minicache": MergedOracle}
+ORACLES = {"minicache": MergedOracle, "dmc": SegmentsOracle}
 
 # Per operation: how often it is drawn against the others, and the range of its number.
 OPERATIONS: dict[str, tuple[int, int, int]] = {
@@ -82,7 +82,7 @@ class Life:
 
     def __init__(self, case: Any, family: str) -> None:
         self.model = tiny(family)
-        cache = kv.make_cache(case[0], self.model, **case[1])
+        cache = make_cache(case[0], self.model, **case[1])
         oracle = (PrunedOracle if case[0] in PRUNING else ORACLES.get(case[0], Oracle)).of(cache)
         if isinstance(oracle, MergedOracle):
             oracle.merges_none = cache.composition.representation.merges_none

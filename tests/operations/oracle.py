@@ -231,8 +231,11 @@ class Oracle:
         assert (cache._runtime.waiting is not None) == (self.waiting is not None)
         assert cache.is_recording_past() == self.recording
         assert (cache._runtime.snapshot.open_segment is not None) == self.is_open
-        if not self.columns:
-            return
+        if self.columns:
+            self._check_rows(cache)
+
+    def _check_rows(self, cache: Any) -> None:
+        """Compare what is stored of the committed tokens."""
         stored = torch.stack([cache.stored_rows(layer) for layer in range(cache.num_layers)])
         layers, _, heads = stored.shape
         if self.by_family:

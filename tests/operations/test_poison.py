@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import BACKENDS, PRUNING, case_id, forward, left_padded, policy_units, prompt, tiny
+from helpers import BACKENDS, PRUNING, TRAINED, case_id, forward, left_padded, make_cache, policy_units, prompt, tiny
 from torch import Tensor
-
-import hf_kvpolicy as kv
 
 EXTRA = [
     ("snapkv", {"budget": 8, "window": 3, "chunked_prefill": "hold"}),
@@ -78,7 +76,8 @@ def poison_ragged(snapshot: Any) -> int:
 
     A spare slot among an owner's rows is filled before it is attended: NaN, and counted.
     """
-    inside, tail = 0, snapshot.tail
+    # What waits to be merged lies in no slot yet.
+    inside, tail = 0, None if snapshot.pending else snapshot.tail
     for stored in snapshot.ragged:
         for owner, base in enumerate(stored.map.lengths):
             dead = torch.zeros(0, dtype=torch.bool) if tail is None else ~tail.live_BMW[owner // stored.map.heads, 0]
@@ -104,7 +103,7 @@ class Pair:
 
     def __init__(self, case: Any, model: Any, lengths: list[int]) -> None:
         self.model = model
-        self.caches = [kv.make_cache(case[0], model, **case[1]) for _ in range(2)]
+        self.caches = [make_cache(case[0], model, **case[1]) for _ in range(2)]
         self.ids, self.mask = left_padded([prompt(n, n) for n in lengths])
         self.inside = 0
 
@@ -159,7 +158,8 @@ def test_dead_slots_never_reach_an_output(case: Any, family: str, backend: str) 
         pair.each(lambda cache: cache.set_recording(False))
     for step in range(14, 18):
         pair.feed(prompt(1, step, 3))
-    assert pair.inside, "the batch left dead slots inside the rectangle"
+    # Pads are never merged: no slot of a segment is dead.
+    assert pair.inside or case[0] in TRAINED, "the batch left dead slots inside the rectangle"
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import case_id, content, forward, policy_units, prompt, tiny
+from helpers import case_id, content, forward, make_cache, policy_units, prompt, tiny
 
 import hf_kvpolicy as kv
 
@@ -26,7 +26,7 @@ def test_questions_start_from_the_same_state(case: tuple[str, dict[str, Any]]) -
     """Each question equals the question asked of a fork, and the context is left as it was, bit for bit."""
     name, options = case
     model = tiny("llama")
-    cache = kv.make_cache(name, model, **options)
+    cache = make_cache(name, model, **options)
     with torch.inference_mode():
         forward(model, prompt(30), cache)
         forward(model, prompt(1, seed=1), cache)
@@ -82,7 +82,7 @@ def test_only_an_exact_cache_has_a_prefix_identity() -> None:
 def test_a_lossy_cache_is_refused_as_a_prefix(case: tuple[str, dict[str, Any]]) -> None:
     name, options = case
     model = tiny("llama")
-    cache = kv.make_cache(name, model, **options)
+    cache = make_cache(name, model, **options)
     with torch.inference_mode():
         forward(model, prompt(20), cache)
     with pytest.raises(kv.ManifestError, match="decided by the queries it saw"):

@@ -19,6 +19,7 @@ from helpers import (
     generate,
     kept_positions,
     left_padded,
+    make_cache,
     policy_units,
     prompt,
     tiny,
@@ -41,7 +42,7 @@ def case(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
 
 
 def make(case: tuple[str, dict[str, Any]], model: Any, **options: Any) -> Any:
-    return kv.make_cache(case[0], model, **{**case[1], **options})
+    return make_cache(case[0], model, **{**case[1], **options})
 
 
 @torch.no_grad()

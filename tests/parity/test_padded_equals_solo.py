@@ -18,6 +18,7 @@ from helpers import (
     has_budget,
     kept_positions,
     left_padded,
+    make_cache,
     policy_units,
     prompt,
     small_options,
@@ -42,7 +43,7 @@ def case(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
 
 
 def make(case: tuple[str, dict[str, Any]], model: Any, **options: Any) -> Any:
-    return kv.make_cache(case[0], model, **{**case[1], **options})
+    return make_cache(case[0], model, **{**case[1], **options})
 
 
 def assert_row_equals(batched: Any, row: int, solo: Any) -> None:
@@ -261,11 +262,11 @@ def test_half_precision_agreement_is_reported(capsys: pytest.CaptureFixture[str]
         model = tiny("llama").to(torch.bfloat16)
         prompts = [prompt(n, seed=n) for n in LENGTHS]
         ids, mask = left_padded(prompts)
-        batched = kv.make_cache(name, model, **options)
+        batched = make_cache(name, model, **options)
         generate(model, ids, batched, 6, attention_mask=mask)
         same = total = 0
         for row, tokens in enumerate(prompts):
-            solo = kv.make_cache(name, model, **options)
+            solo = make_cache(name, model, **options)
             generate(model, tokens, solo, 6)
             for left, right in zip(kept_positions(batched, row), kept_positions(solo), strict=True):
                 same += sum(len(set(a) & set(b)) for a, b in zip(left, right, strict=True))

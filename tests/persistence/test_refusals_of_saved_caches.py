@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import forward, has_budget, prompt, small_options, tiny
+from helpers import forward, has_budget, make_cache, prompt, small_options, tiny
 from safetensors.torch import load_file, save_file
 
 import hf_kvpolicy as kv
@@ -196,10 +196,10 @@ def test_stores_of_layer_pairs_that_contradict_their_record(change: Any, tmp_pat
         kv.load_cache(place, model)
 
 
-@pytest.mark.parametrize("name", ["full", "snapkv", "streaming_llm", "minicache"])
+@pytest.mark.parametrize("name", ["full", "snapkv", "streaming_llm", "minicache", "dmc"])
 def test_waiting_tokens_are_not_accepted_by_saving(name: str, tmp_path: Path) -> None:
     model = tiny("llama")
-    cache = kv.make_cache(name, model, **(small_options(name) | ({"budget": 40} if has_budget(name) else {})))
+    cache = make_cache(name, model, **(small_options(name) | ({"budget": 40} if has_budget(name) else {})))
     forward(model, prompt(9, 1), cache)
     cache.activate_past_recording()
     forward(model, prompt(3, 2), cache)
@@ -329,7 +329,7 @@ def test_every_option_is_recorded() -> None:
 
     for name in policies():
         model = tiny("llama")
-        cache = kv.make_cache(name, model, **small_options(name))
+        cache = make_cache(name, model, **small_options(name))
         recorded = cache.manifest.selection_contract.options
         missing = [option for option in policy_options(name) if option not in recorded]
         assert not missing, f"{name} does not record {missing}"

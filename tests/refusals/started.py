@@ -12,13 +12,13 @@ from helpers import (
     assert_same_content,
     content,
     forward,
+    make_cache,
     policies,
     prompt,
     small_options,
     tiny,
 )
 
-import hf_kvpolicy as kv
 from hf_kvpolicy.config import policy_options
 
 NAMES = policies()
@@ -27,7 +27,7 @@ BUDGETED = [name for name in NAMES if "budget" in policy_options(name)]
 
 
 def make(name: str, model: Any, **options: Any) -> Any:
-    return kv.make_cache(name, model, **{**small_options(name), **options})
+    return make_cache(name, model, **{**small_options(name), **options})
 
 
 class Started:

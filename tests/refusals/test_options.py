@@ -12,6 +12,7 @@ from helpers import (
     FAMILIES,
     PRUNING,
     case_id,
+    declared,
     dynamic_cache,
     forward,
     generate,
@@ -217,7 +218,7 @@ def test_dtype_changed_midway(name: str) -> None:
 
 
 def test_attach_twice_and_detach_twice(name: str) -> None:
-    model = tiny("llama")
+    model = declared(tiny("llama"), name)
     before = {key: str(value) for key, value in model.__dict__.items() if not key.startswith("_")}
     for _ in range(2):
         assert kv.attach(model) is model

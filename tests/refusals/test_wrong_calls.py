@@ -13,13 +13,13 @@ from helpers import (
     dynamic_cache,
     forward,
     generate,
+    neutral_cache,
     prompt,
     tiny,
 )
 from refusals.started import Started, make
 
 import hf_kvpolicy as kv
-from hf_kvpolicy.registry import policy_class
 
 # -- the wrong call
 
@@ -80,8 +80,7 @@ def test_assisted_decoding_on_a_filled_cache_is_right_or_refused(name: str, kind
     model = tiny("llama")
     extra = {"assistant_model": tiny("llama", seed=1, layers=1)} if kind == "assistant" else {}
     extra = extra or {"prompt_lookup_num_tokens": 3}
-    neutral = policy_class(name).neutral(64)
-    cache, plain = kv.make_cache(name, model, **neutral), dynamic_cache(model)
+    cache, plain = neutral_cache(name, model, 64), dynamic_cache(model)
     talk = generate(model, prompt(12), cache)
     assert torch.equal(generate(model, prompt(12), plain), talk)
     talk = torch.cat([talk, prompt(5, seed=4)], dim=1)

@@ -367,6 +367,7 @@ print(json.dumps(sorted(name for name in sys.modules if name.startswith("hf_kvpo
     loaded = json.loads(done.stdout.splitlines()[-1])
     assert "hf_kvpolicy.persistence.codec" in loaded
     new = {"engine.merged", "storage.merged", "persistence.pairs", "replacements"}
+    new |= {"engine.merged_tokens", "engine.token_frame", "storage.trailing", "replaced_segments"}
     assert not {f"hf_kvpolicy.{name}" for name in new} & set(loaded)
     for name in new:
         assert (Path(kv.__file__).parent / f"{name.replace('.', '/')}.py").exists(), name

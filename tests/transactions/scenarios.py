@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from helpers import PRUNING, forward, left_padded, policy_units, prompt, small_options, tiny
+from helpers import PRUNING, forward, left_padded, make_cache, policy_units, prompt, small_options, tiny
 from torch import Tensor
 
-import hf_kvpolicy as kv
 from hf_kvpolicy.config import policy_options
 from hf_kvpolicy.contract import Phase
 
@@ -116,7 +115,7 @@ def pair_id(value: Any) -> str:
 def prepared(case: Case, scenario: Scenario) -> tuple[Any, Any]:
     """Return (attached model, cache in the scenario's state)."""
     model = tiny("llama")
-    cache = kv.make_cache(case[0], model, **case[1])
+    cache = make_cache(case[0], model, **case[1])
     scenario.prepare(model, cache)
     return model, cache
 
