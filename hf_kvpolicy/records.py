@@ -81,7 +81,11 @@ def manifest_of(
     )
     exact, replaces = policy.schedule == "never", policy.representation.replaces_rows
     representation = RepresentationContract(semantic_class="full_cache_exact" if exact else "lossy_subset")
-    if replaces:
+    if policy.quantizes:
+        from .engine.coded import quantized_contract  # not imported where rows stay as they are
+
+        representation = quantized_contract(policy, scalar)
+    elif replaces:
         from .replacements import contract_of
 
         representation = contract_of(policy.representation, geometry, scalar)
@@ -229,8 +233,9 @@ def prefix_digest(runtime: Runtime, manifest: KVVisibilityPolicyManifest, token_
     if manifest.representation_contract.semantic_class != "full_cache_exact":
         raise ManifestError(
             f"The policy {manifest.selection_contract.policy!r} is {manifest.representation_contract.semantic_class}: "
-            "which rows it holds was decided by the queries it saw, so the same tokens do not make the same cache. "
-            "Reuse it only for the request it belongs to (fork or branch), or keep an exact prefix in a FullCache."
+            "what it holds depends on how it was fed and on the queries it saw, so the same tokens do not make the "
+            "same cache. Reuse it only for the request it belongs to (fork or branch), or keep an exact prefix in a "
+            "FullCache."
         )
     tokens = runtime.snapshot.frontier.tokens
     if len(tokens) != 1 or tokens[0] != len(token_ids):
@@ -293,7 +298,7 @@ def integrity_faults(runtime: Runtime) -> list[str]:
     """Return every contradiction found between maps, counts, frontier, budget and protection."""
     snapshot, policy = runtime.snapshot, runtime.composition
     heads = policy.stored_heads(runtime.geometry)
-    faults = _ragged_faults(snapshot, policy, heads) if snapshot.ragged else _dense_faults(snapshot)
+    faults = _ragged_faults(snapshot, policy, heads) if snapshot.ragged else _dense_faults(snapshot, policy)
     for layer in range(runtime.geometry.num_layers if snapshot.buffers else 0):
         for batch, owner_rows in enumerate(snapshot.owner_rows(layer, heads)):
             for head, tokens in enumerate(positions_of(runtime, layer, batch)):
@@ -309,8 +314,12 @@ def integrity_faults(runtime: Runtime) -> list[str]:
     return faults
 
 
-def _dense_faults(snapshot: Snapshot) -> list[str]:
-    faults = []
+def _dense_faults(snapshot: Snapshot, policy: Composition) -> list[str]:
+    faults: list[str] = []
+    if any(rows.coded_slots for rows in snapshot.rows):
+        from .engine.coded import coding_faults
+
+        faults += coding_faults(snapshot, policy)
     if snapshot.scores_LBSWX is not None and snapshot.scores_LBSWX.shape[3] != snapshot.width:
         faults.append(f"states of {snapshot.scores_LBSWX.shape[3]} slots are carried for {snapshot.width} in use")
     for layers, rows in zip(snapshot.stores, snapshot.buffers, strict=True):

@@ -264,7 +264,7 @@ def content(cache: Any) -> dict[str, Any]:
 
 
 def _stored_rows(cache: Any, layer: int, batch: int) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-    from hf_kvpolicy.engine.view import published_keys
+    from hf_kvpolicy.engine.view import published_rows
 
     snapshot = cache._runtime.snapshot
     if snapshot.ragged:
@@ -274,8 +274,7 @@ def _stored_rows(cache: Any, layer: int, batch: int) -> Iterator[tuple[list[int]
     if snapshot.pairs:
         keys, values = snapshot.view(layer)
     else:
-        rows = snapshot.rows[layer]
-        keys, values = published_keys(rows, snapshot.width), rows.values_BSCD[:, :, : snapshot.width]
+        keys, values = published_rows(snapshot.rows[layer], snapshot.width)
     for head in range(keys.shape[1]):
         mapped = head if table.map_heads > 1 else 0
         live = table.live_BMW[batch, mapped].nonzero()[:, 0]

@@ -109,6 +109,17 @@ class Composition:
                 f"{self.policy}: rows are merged across layers, but layers that keep different positions have no rows "
                 "to merge. A policy that merges selects nothing: leave out budget, schedule and ragged storage."
             )
+        if self.representation.quantizes and self.storage == "ragged":
+            raise ManifestError(
+                f"{self.policy}: owners of unequal length have no slots in common that could share a block, and their "
+                "rows are not quantized. Leave quantize out, or use a policy that gives every owner as many rows, such "
+                "as snapkv."
+            )
+        if self.representation.quantizes and self.budget is not None and self.budget.kind == "bytes":
+            raise BudgetError(
+                f"{self.policy}: how many bytes a quantized row takes depends on how many of its block live, so "
+                f"budget={self.budget.declared!r} is no number of rows. Give rows, or a share of the prompt."
+            )
 
     def _check_storage(self) -> None:
         if self.allocation is not UNIFORM and self.storage != "ragged":
@@ -181,6 +192,11 @@ class Composition:
     def bounds_every_step(self) -> bool:
         """Whether no publication may leave more rows than the budget."""
         return self.schedule in ("every_step", "when_full")
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether older rows are coded in few bits."""
+        return self.representation.quantizes
 
     def stored_heads(self, geometry: CacheGeometry) -> int:
         """Return the heads of one layer that own rows: KV heads, or query heads for owner='query_head'."""

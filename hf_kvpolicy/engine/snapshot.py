@@ -272,6 +272,10 @@ class Snapshot:
         """Return the bytes of live rows; of a pair's, with all that restores them in both layers."""
         if not self.buffers:
             return 0
+        if any(rows.coded_slots for rows in self.rows):
+            from .coded import payload_bytes  # not imported where rows stay as they are
+
+            return payload_bytes(self, heads)
         alone = layers - 2 * len(self.pairs)
         own_bytes = self.total_rows(alone, heads) * self.buffers[0].row_bytes
         return own_bytes + sum(pair.payload_bytes(sum(self.counts) * heads) for pair in self.pairs)

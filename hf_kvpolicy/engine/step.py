@@ -282,6 +282,12 @@ class Step(ABC):
         fresh_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.fresh_buffers())
         self.transient_bytes = max(self.transient_bytes, self.runtime.published_bytes() + fresh_bytes + extra_bytes)
 
+    def note_view(self, layer: int) -> None:
+        """As `note_transient`, of what the first layer's attention read where that was made for it."""
+        rows = self.rows.get(layer) if layer == 0 else None
+        if rows is not None and rows.coded_slots:
+            self.note_transient(rows.view_bytes(self.width_after))
+
     def fresh_buffers(self) -> list[Tensor]:
         """Return the tensors of buffers that this forward made."""
         parent = {id(rows) for rows in self.snapshot.rows}

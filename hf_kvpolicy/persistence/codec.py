@@ -19,8 +19,9 @@ from ..engine.queries import QueryWindow
 from ..engine.snapshot import Frontier, OpenSegment, Snapshot
 from ..errors import BackendAdmissionError, ConfigError, IntegrityError
 from ..masks import MaskRecord
-from ..storage import DenseRows, RaggedLayer, RaggedMap, RaggedRows, RowMap
+from ..storage import RaggedLayer, RaggedMap, RaggedRows, RowMap
 from ..weighting import Weighting
+from .rows import decode_rows, encode_rows
 
 __all__ = ["Tensors", "decode", "encode"]
 
@@ -35,10 +36,8 @@ def encode(snapshot: Snapshot) -> tuple[dict[str, Any], Tensors]:
         ConfigError: an open segment is masked by a rule that cannot be named.
     """
     width, frontier, tensors = snapshot.width, snapshot.frontier, Tensors()
-    for layer, rows in enumerate(snapshot.rows):
-        tensors[f"layer.{layer}.keys"], tensors[f"layer.{layer}.values"] = rows.view(width)
-        if rows.pinned_keys_BSPD is not None:
-            tensors[f"layer.{layer}.pinned_keys"] = rows.pinned_keys_BSPD
+    row_facts, row_tensors = encode_rows(snapshot)
+    tensors |= row_tensors
     for layer, stored in enumerate(snapshot.ragged):
         tensors |= _ragged_tensors(f"layer.{layer}", stored, snapshot.tail_width)
     pairs = []
@@ -64,7 +63,7 @@ def encode(snapshot: Snapshot) -> tuple[dict[str, Any], Tensors]:
             "tokens": list(frontier.tokens),
             "position_offsets": list(frontier.position_offsets),
         },
-        "capacities": [rows.capacity for rows in snapshot.rows],
+        **row_facts,
         "ragged": [
             {"lengths": list(s.map.lengths), "capacities": list(s.rows.capacities), "heads": s.rows.heads}
             for s in snapshot.ragged
@@ -108,7 +107,7 @@ def decode(
     frontier, pool = facts["frontier"], _Pool(tensors)
     maps = tuple(_map(pool, f"map.{i}", ordered, device) for i, ordered in enumerate(facts["maps_ordered"]))
     tail = None if facts["tail_ordered"] is None else _map(pool, "tail", facts["tail_ordered"], device)
-    rows = tuple(_rows(pool, i, slots, layer_devices[i]) for i, slots in enumerate(facts["capacities"]))
+    rows = decode_rows(pool.take, pool.take_if_any, facts, layer_devices)
     width = 0 if tail is None else tail.width
     ragged = tuple(_ragged(pool, i, fact, width, layer_devices[i]) for i, fact in enumerate(facts["ragged"]))
     segment, pairs = facts["open_segment"], []
@@ -187,18 +186,6 @@ def _map(pool: _Pool, name: str, ordered: bool, device: torch.device) -> RowMap:
     ):
         raise IntegrityError(f"The saved map {name!r} has parts of unequal shape or wrong type.")
     return RowMap(columns_BMW=parts["columns"], tokens_BMW=parts["tokens"], live_BMW=parts["live"], ordered=ordered)
-
-
-def _rows(pool: _Pool, layer: int, capacity: int, device: torch.device) -> DenseRows:
-    keys, values = pool.take(f"layer.{layer}.keys", device), pool.take(f"layer.{layer}.values", device)
-    if capacity < keys.shape[2] or keys.shape[:3] != values.shape[:3]:
-        raise IntegrityError(f"Layer {layer} was saved with keys, values and a capacity that contradict one another.")
-    pinned = pool.take_if_any(f"layer.{layer}.pinned_keys", device)
-    rows = DenseRows.allocate(keys, values, capacity, 0 if pinned is None else pinned.shape[2])
-    rows.write(0, keys, values)
-    if rows.pinned_keys_BSPD is not None and pinned is not None:
-        rows.pinned_keys_BSPD.copy_(pinned)
-    return rows
 
 
 def _ragged_used(lengths: Sequence[int], capacities: Sequence[int], tail_width: int, has_spare: bool) -> list[int]:

@@ -61,6 +61,8 @@ class FastGenCache(PolicyCache):
         chunked_prefill: str | None = None,
         variant: str = "paper",
         fallback: str | None = None,
+        quantize: str | None = None,
+        block_rows: int = 32,
     ) -> None:
         """Make an empty cache.
 
@@ -81,6 +83,8 @@ class FastGenCache(PolicyCache):
             protect: token positions that every head keeps.
             on_append: what a later prompt segment does: "recompress" (profile again) or "append" (keep the profile).
             chunked_prefill: "hold" (one profile at the end) or "bounded" for a prompt fed in chunks.
+            quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
+            block_rows: rows of a block; as many of the newest rows (fewer than twice as many) are not quantized.
 
         Raises:
             BudgetError: protected rows leave no row of the budget.
@@ -102,6 +106,8 @@ class FastGenCache(PolicyCache):
             "chunked_prefill": chunked_prefill,
             "variant": variant,
             "fallback": fallback,
+            "quantize": quantize,
+            "block_rows": block_rows,
         }
         own = {
             "recovery": recovery,

@@ -61,6 +61,8 @@ class PyramidInferCache(PolicyCache):
         chunked_prefill: str | None = None,
         variant: str = "paper",
         fallback: str | None = None,
+        quantize: str | None = None,
+        block_rows: int = 32,
     ) -> None:
         """Make an empty cache.
 
@@ -84,6 +86,8 @@ class PyramidInferCache(PolicyCache):
             on_append: what a later prompt segment does: "recompress" prunes it together with what is held, "append"
                 keeps it whole.
             chunked_prefill: "bounded" for a prompt fed in chunks, each of which is pruned on its own.
+            quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
+            block_rows: rows of a block; as many of the newest rows (fewer than twice as many) are not quantized.
 
         Raises:
             BudgetError: the budget does not leave a row to choose.
@@ -105,6 +109,8 @@ class PyramidInferCache(PolicyCache):
             "chunked_prefill": chunked_prefill,
             "variant": variant,
             "fallback": fallback,
+            "quantize": quantize,
+            "block_rows": block_rows,
         }
         own = {
             "decay": decay,
