@@ -233,7 +233,7 @@ def prefix_digest(runtime: Runtime, manifest: KVVisibilityPolicyManifest, token_
     if manifest.representation_contract.semantic_class != "full_cache_exact":
         raise ManifestError(
             f"The policy {manifest.selection_contract.policy!r} is {manifest.representation_contract.semantic_class}: "
-            "what it holds depends on how it was fed and on the queries it saw, so the same tokens do not make the "
+            "what it holds was decided by the queries it saw, or by how it was fed, so the same tokens do not make the "
             "same cache. Reuse it only for the request it belongs to (fork or branch), or keep an exact prefix in a "
             "FullCache."
         )

@@ -131,11 +131,22 @@ def policy_units() -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
+# Policies of each schedule over rectangles of rows.
+QUANTIZING = ("full", "snapkv", "streaming_llm", "h2o", "scissorhands", "sliding_window")
+
+
+def quantized_units() -> list[tuple[str, dict[str, Any]]]:
+    """Return policies of every schedule with older rows in int8, in blocks so small that a few tokens fill one."""
+    return [(name, small_options(name) | {"quantize": "int8", "block_rows": 2}) for name in QUANTIZING]
+
+
 def case_id(value: Any) -> str | None:
     """Name a (policy, options) case in pytest's output."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
         name, options = value
-        shown = [str(options[k]) for k in ("unit", "owner", "positions", "chunked_prefill") if options.get(k)]
+        shown = [
+            str(options[k]) for k in ("unit", "owner", "positions", "chunked_prefill", "quantize") if options.get(k)
+        ]
         return "-".join([name, *shown])
     return None
 

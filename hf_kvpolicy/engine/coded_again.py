@@ -80,7 +80,7 @@ def renewed(rule: QuantizedRows, pinned: int, snapshot: Snapshot) -> Snapshot:
         rows=tuple(_rows(rule, pinned, start, rows, layout) for rows, layout in stores),
         maps=tuple(layout.map for layout in layouts),
         scores_LBSWX=scores,
-        evicted_at_column=snapshot.frontier.columns,
+        evicted_at_column=snapshot.frontier.columns if codes else snapshot.evicted_at_column,
     )
 
 

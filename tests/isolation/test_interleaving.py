@@ -8,13 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import BACKENDS, case_id, content, forward, left_padded, policy_units, prompt, small_options, tiny
+from helpers import (
+    BACKENDS,
+    case_id,
+    content,
+    forward,
+    left_padded,
+    policy_units,
+    prompt,
+    quantized_units,
+    small_options,
+    tiny,
+)
 from torch import Tensor
 
 import hf_kvpolicy as kv
 from hf_kvpolicy.contract import Phase
 
-CASES = [("full", {}), *policy_units()]
+CASES = [("full", {}), *policy_units(), *quantized_units()]
 
 
 def session(model: Any, cache: Any, seed: int, rows: int) -> Iterator[Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import BACKENDS, PRUNING, case_id, forward, left_padded, policy_units, prompt, tiny
+from helpers import BACKENDS, PRUNING, case_id, forward, left_padded, policy_units, prompt, quantized_units, tiny
 from torch import Tensor
 
 import hf_kvpolicy as kv
@@ -22,7 +22,7 @@ EXTRA = [
     ("streaming_llm", {"budget": 9, "sinks": 2, "protect": [4, 15]}),
     ("sliding_window", {"budget": 0.5}),
 ]
-CASES = [("full", {}), *policy_units(), *EXTRA]
+CASES = [("full", {}), *policy_units(), *quantized_units(), *EXTRA]
 
 
 def poison(cache: Any) -> int:
@@ -45,12 +45,26 @@ def poison(cache: Any) -> int:
             heads = rows.keys_BSCD.shape[1]
             dead = ~live.expand(-1, heads, -1)
             inside += int(dead.sum())
+            if rows.coded_slots:
+                dead = poison_blocks(rows, dead)
+                width -= rows.coded_slots
             sign = torch.where(torch.arange(width) % 2 == 0, 1e30, -1e30)[None, None, :, None]
             for buffer in (rows.keys_BSCD, rows.values_BSCD):
                 buffer[:, :, width:] = float("nan")
                 part = buffer[:, :, :width]
                 part.copy_(torch.where(dead[..., None], sign, part))
     return inside
+
+
+def poison_blocks(rows: Any, dead: Tensor) -> Tensor:
+    """As `poison`: dead rows of blocks, whose codes stay what 8 bits are; return which of the other slots are dead."""
+    blocks = slice(rows.pinned, rows.pinned + rows.coded_slots)
+    coded = dead[:, :, blocks].unflatten(2, (-1, rows.block_rows))
+    for store in (rows.key_blocks, rows.value_blocks):
+        store.codes_BSNGX[coded] = 127
+    rows.value_blocks.scales[coded] = rows.value_blocks.zeros[coded] = 1e30
+    rows.key_blocks.scales[coded.all(-1)] = 1e30
+    return torch.cat([dead[:, :, : blocks.start], dead[:, :, blocks.stop :]], dim=2)
 
 
 def poison_pairs(snapshots: list[Any]) -> int:

@@ -16,6 +16,7 @@ from helpers import (
     left_padded,
     policy_units,
     prompt,
+    quantized_units,
     small_options,
     tiny,
 )
@@ -23,7 +24,7 @@ from helpers import (
 import hf_kvpolicy as kv
 from hf_kvpolicy.replay import CapturedPrompt, can_replay, capture_prompt, replay_prompt
 
-CASES = [("full", {}), *(case for case in policy_units() if case[0] not in PRUNING)]
+CASES = [("full", {}), *(case for case in policy_units() if case[0] not in PRUNING), *quantized_units()]
 
 
 def made(name: str, model: Any, options: dict[str, Any]) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from helpers import PRUNING, forward, left_padded, policy_units, prompt, small_options, tiny
+from helpers import PRUNING, forward, left_padded, policy_units, prompt, quantized_units, small_options, tiny
 from torch import Tensor
 
 import hf_kvpolicy as kv
@@ -23,7 +23,8 @@ def _is_double(name: str, options: dict[str, Any]) -> bool:
     return name in ("sliding_window", "streaming_llm") and options.get("unit", "token") != "token"
 
 
-CASES: list[Case] = [("full", {}), *(case for case in policy_units() if not _is_double(*case))]
+QUANTIZED = [case for case in quantized_units() if case[0] in ("snapkv", "h2o", "streaming_llm")]
+CASES: list[Case] = [("full", {}), *(case for case in policy_units() if not _is_double(*case)), *QUANTIZED]
 CHUNKED: list[Case] = [
     (name, {**options, "chunked_prefill": "hold"})
     for name, options in CASES
