@@ -119,7 +119,7 @@ def account(runtime: Runtime) -> Ledger:
 def _slot_bytes(snapshot: Snapshot, heads: int) -> int:
     """Return the bytes of all slots, live or not."""
     dense = sum(rows.slot_bytes for rows in snapshot.rows)
-    ragged = sum(layer.rows.slots * layer.rows.row_bytes for layer in snapshot.ragged)
+    ragged = sum(layer.rows.slot_bytes for layer in snapshot.ragged)
     return dense + ragged + sum(pair.slot_bytes for pair in snapshot.pairs)
 
 

@@ -298,7 +298,11 @@ def integrity_faults(runtime: Runtime) -> list[str]:
     """Return every contradiction found between maps, counts, frontier, budget and protection."""
     snapshot, policy = runtime.snapshot, runtime.composition
     heads = policy.stored_heads(runtime.geometry)
-    faults = _ragged_faults(snapshot, policy, heads) if snapshot.ragged else _dense_faults(snapshot, policy)
+    faults = _ragged_faults(snapshot, policy, heads) if snapshot.ragged else _dense_faults(snapshot)
+    if any(rows.coded_slots for rows in snapshot.rows) or any(layer.rows.coded_slots for layer in snapshot.ragged):
+        from .engine.coded import coding_faults
+
+        faults += coding_faults(snapshot, policy)
     for layer in range(runtime.geometry.num_layers if snapshot.buffers else 0):
         for batch, owner_rows in enumerate(snapshot.owner_rows(layer, heads)):
             for head, tokens in enumerate(positions_of(runtime, layer, batch)):
@@ -314,12 +318,8 @@ def integrity_faults(runtime: Runtime) -> list[str]:
     return faults
 
 
-def _dense_faults(snapshot: Snapshot, policy: Composition) -> list[str]:
-    faults: list[str] = []
-    if any(rows.coded_slots for rows in snapshot.rows):
-        from .engine.coded import coding_faults
-
-        faults += coding_faults(snapshot, policy)
+def _dense_faults(snapshot: Snapshot) -> list[str]:
+    faults = []
     if snapshot.scores_LBSWX is not None and snapshot.scores_LBSWX.shape[3] != snapshot.width:
         faults.append(f"states of {snapshot.scores_LBSWX.shape[3]} slots are carried for {snapshot.width} in use")
     for layers, rows in zip(snapshot.stores, snapshot.buffers, strict=True):

@@ -131,8 +131,8 @@ def policy_units() -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-# Policies of each schedule over rectangles of rows.
-QUANTIZING = ("full", "snapkv", "streaming_llm", "h2o", "scissorhands", "sliding_window")
+# Policies of each schedule, and one whose heads hold different numbers of rows.
+QUANTIZING = ("full", "snapkv", "streaming_llm", "h2o", "scissorhands", "sliding_window", "adakv")
 
 
 def quantized_units() -> list[tuple[str, dict[str, Any]]]:

@@ -92,7 +92,8 @@ class AppendStep(Step):
     def _codes_prompt(self) -> bool:
         """Whether rows are coded layer by layer: of many that stay, those of all layers are a peak of their own."""
         stays = self.holds_queries is None and not self.runtime.recording
-        return self.runtime.composition.quantizes and stays and self.inputs.length > 1
+        policy = self.runtime.composition
+        return policy.quantizes and policy.storage == "dense" and stays and self.inputs.length > 1
 
     @property
     def waiting_queries(self) -> int:

@@ -20,6 +20,7 @@ from ..storage import DenseRows, stored_tensors
 from ..storage.coded import CodedRows, code_due, due_blocks
 from .coded_again import renewed
 from .composition import Composition
+from .ragged.coded import ragged_coding_faults, ragged_payload_bytes, with_owners_coded
 from .snapshot import Snapshot
 
 __all__ = ["code_layer", "coding_faults", "payload_bytes", "quantized_contract", "with_due_coded"]
@@ -43,9 +44,12 @@ def with_due_coded(policy: Composition, snapshot: Snapshot) -> Snapshot:
     Rows of a prompt that is held are not coded before it is chosen from. What was fed before rows are coded cannot be
     taken back: fewer rows would have been coded without it.
     """
-    if not snapshot.rows or snapshot.open_segment is not None:
-        return snapshot
     rule, pinned = _rule_of(policy.representation), _pinned(policy)
+    if snapshot.open_segment is not None or not (snapshot.rows or snapshot.ragged):
+        return snapshot
+    if snapshot.ragged:
+        with stored_tensors():
+            return with_owners_coded(rule, snapshot)
     if not due_blocks(snapshot.width - pinned - snapshot.rows[0].coded_slots, rule.block_rows):
         return snapshot
     with stored_tensors():
@@ -76,7 +80,7 @@ def quantized_contract(policy: Composition, scalar: str) -> RepresentationContra
 
 def payload_bytes(snapshot: Snapshot, heads: int) -> int:
     """Return the bytes of live rows, with all it takes to read them."""
-    total = 0
+    total = ragged_payload_bytes(snapshot)
     for layer, rows in enumerate(snapshot.rows):
         live_BSW = snapshot.full_map(layer).live_BMW.expand(-1, heads, -1)
         plain_bytes = int(live_BSW.sum()) * rows.row_bytes
@@ -86,8 +90,8 @@ def payload_bytes(snapshot: Snapshot, heads: int) -> int:
 
 def coding_faults(snapshot: Snapshot, policy: Composition) -> list[str]:
     """Return where stores are not coded as the policy says."""
-    faults = []
     rule = policy.representation if isinstance(policy.representation, QuantizedRows) else None
+    faults = ragged_coding_faults(snapshot, rule)
     for layer, rows in enumerate(snapshot.rows):
         if not isinstance(rows, CodedRows):
             continue

@@ -109,11 +109,11 @@ class Composition:
                 f"{self.policy}: rows are merged across layers, but layers that keep different positions have no rows "
                 "to merge. A policy that merges selects nothing: leave out budget, schedule and ragged storage."
             )
-        if self.representation.quantizes and self.storage == "ragged":
+        if self.representation.quantizes and self.storage == "ragged" and self.schedule != "end_of_prefill":
             raise ManifestError(
-                f"{self.policy}: owners of unequal length have no slots in common that could share a block, and their "
-                "rows are not quantized. Leave quantize out, or use a policy that gives every owner as many rows, such "
-                "as snapkv."
+                f"{self.policy}: rows of owners of unequal length leave one by one while it decodes, or while a prompt "
+                "runs, and are not quantized. Leave quantize out, or use a policy that decides at the end of a prompt, "
+                "such as snapkv or adakv."
             )
         if self.representation.quantizes and self.budget is not None and self.budget.kind == "bytes":
             raise BudgetError(

@@ -248,7 +248,7 @@ class Snapshot:
     def view(self, layer: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Return one layer's keys and values: slots in use [B, S, W, D] (restored, of a pair), or flat slots [N, D]."""
         if self.ragged:
-            return self.ragged[layer].rows.keys_ND, self.ragged[layer].rows.values_ND
+            return self.ragged[layer].rows.flat()
         for pair in self.pairs:
             if layer in pair.layers:
                 return pair.restored(layer, self.width)
@@ -272,7 +272,7 @@ class Snapshot:
         """Return the bytes of live rows; of a pair's, with all that restores them in both layers."""
         if not self.buffers:
             return 0
-        if any(rows.coded_slots for rows in self.rows):
+        if any(rows.coded_slots for rows in self.rows) or any(layer.rows.coded_slots for layer in self.ragged):
             from .coded import payload_bytes  # not imported where rows stay as they are
 
             return payload_bytes(self, heads)

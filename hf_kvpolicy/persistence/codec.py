@@ -21,7 +21,7 @@ from ..errors import BackendAdmissionError, ConfigError, IntegrityError
 from ..masks import MaskRecord
 from ..storage import RaggedLayer, RaggedMap, RaggedRows, RowMap
 from ..weighting import Weighting
-from .rows import decode_rows, encode_rows
+from .rows import blocks_of_owners, decode_rows, encode_rows, joined_owners, split_owners
 
 __all__ = ["Tensors", "decode", "encode"]
 
@@ -66,6 +66,7 @@ def encode(snapshot: Snapshot) -> tuple[dict[str, Any], Tensors]:
         **row_facts,
         "ragged": [
             {"lengths": list(s.map.lengths), "capacities": list(s.rows.capacities), "heads": s.rows.heads}
+            | blocks_of_owners(s.rows)
             for s in snapshot.ragged
         ],
         "pairs": pairs,
@@ -196,7 +197,8 @@ def _ragged_used(lengths: Sequence[int], capacities: Sequence[int], tail_width: 
 def _ragged_tensors(name: str, stored: RaggedLayer, tail_width: int) -> Tensors:
     table = stored.map
     used = _ragged_used(table.lengths, stored.rows.capacities, tail_width, table.is_open)
-    parts = [stored.rows.owner(owner, slots) for owner, slots in enumerate(used)]
+    rows, used, blocks = split_owners(name, stored.rows, used)
+    parts = [rows.owner(owner, slots) for owner, slots in enumerate(used)]
     optional = {"states": table.states_PX, "spare": table.spare_O}
     return {
         f"{name}.keys": torch.cat([keys for keys, _ in parts]),
@@ -204,6 +206,7 @@ def _ragged_tensors(name: str, stored: RaggedLayer, tail_width: int) -> Tensors:
         f"{name}.columns": table.columns_P,
         f"{name}.tokens": table.tokens_P,
         **{f"{name}.{part}": tensor for part, tensor in optional.items() if tensor is not None},
+        **blocks,
     }
 
 
@@ -217,6 +220,8 @@ def _ragged(pool: _Pool, layer: int, facts: Mapping[str, Any], tail_width: int, 
         n + tail_width <= room for n, room in zip(lengths, capacities, strict=True)
     )
     used = _ragged_used(lengths, capacities, tail_width, spare is not None) if fits else []
+    coded = [blocks * facts["block_rows"] for blocks in facts["blocks"]] if "blocks" in facts else [0] * len(used)
+    used, capacities = ([a - b for a, b in zip(part, coded, strict=False)] for part in (used, capacities))
     sound = fits and sum(used) == keys.shape[0] == values.shape[0] and columns.dtype == tokens.dtype == torch.int32
     # An open map tells of the dead slot too, even where the buffers have no room for it yet.
     told = sum(lengths) + (0 if spare is None else len(lengths))
@@ -233,6 +238,7 @@ def _ragged(pool: _Pool, layer: int, facts: Mapping[str, Any], tail_width: int, 
         into_keys, into_values = rows.owner(owner, used[owner])
         into_keys.copy_(key)
         into_values.copy_(value)
+    rows = joined_owners(pool.take, f"layer.{layer}", facts, rows)
     table = RaggedMap(
         columns_P=columns,
         tokens_P=tokens,

@@ -1,4 +1,4 @@
-"""Dense rows as named tensors, and back. Slots in use are saved; room is laid out again."""
+"""Dense rows as named tensors, and back, and what is apart of ragged ones. Slots in use are saved, not their room."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from torch import Tensor
 
 from ..engine.snapshot import Snapshot
 from ..errors import IntegrityError
-from ..storage import DenseRows
+from ..storage import DenseRows, RaggedRows
 
-__all__ = ["decode_rows", "encode_rows"]
+__all__ = ["blocks_of_owners", "decode_rows", "encode_rows", "joined_owners", "split_owners"]
+
+Take = Callable[[str, torch.device], Tensor]
 
 
 def encode_rows(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -36,7 +38,7 @@ def encode_rows(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def decode_rows(
-    take: Callable[[str, torch.device], Tensor],
+    take: Take,
     take_if_any: Callable[[str, torch.device], Tensor | None],
     facts: Mapping[str, Any],
     devices: Sequence[torch.device],
@@ -65,3 +67,34 @@ def decode_rows(
 
         found[fact["layer"]] = decode_blocks(take, fact, found[fact["layer"]])
     return tuple(found)
+
+
+def blocks_of_owners(rows: RaggedRows) -> dict[str, Any]:
+    """Return the facts of ragged rows that are coded in few bits; none where none are."""
+    if not rows.coded_slots:
+        return {}
+    from .coded import owner_facts
+
+    return owner_facts(rows)
+
+
+def split_owners(name: str, rows: RaggedRows, used: Sequence[int]) -> tuple[RaggedRows, list[int], dict[str, Tensor]]:
+    """Return ragged rows without those in blocks, how many slots of each owner are left, and the blocks' tensors."""
+    if not rows.coded_slots:
+        return rows, list(used), {}
+    from .coded import encode_owners
+
+    return encode_owners(name, rows, used)
+
+
+def joined_owners(take: Take, name: str, facts: Mapping[str, Any], rows: RaggedRows) -> RaggedRows:
+    """Return ragged rows with the blocks that their facts name; themselves where they name none.
+
+    Raises:
+        IntegrityError: facts and tensors do not belong together.
+    """
+    if "blocks" not in facts:
+        return rows
+    from .coded import decode_owners
+
+    return decode_owners(take, name, facts, rows)

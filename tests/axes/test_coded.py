@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
-from hf_kvpolicy.storage import DenseRows
+from hf_kvpolicy.storage import DenseRows, RaggedMap, RaggedRows
 from hf_kvpolicy.storage.coded import CodedRows, code_due, due_blocks
 from hf_kvpolicy.storage.codes import CHANNEL_AXIS, ROW_AXIS, CodedTensor, code_bytes
+from hf_kvpolicy.storage.ragged_coded import CodedRaggedRows, code_owners
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -199,3 +200,81 @@ def test_bytes_are_counted_one_by_one() -> None:
     assert pinned is not None
     measured = sum(t.untyped_storage().nbytes() for t in coded.tensors())
     assert coded.slot_bytes == measured - pinned.untyped_storage().nbytes()
+
+
+# -- owners of unequal length -----------------------------------------------------------------------------------------
+
+LENGTHS = (11, 2, 6, 17)  # two batch rows of two heads
+
+
+def owners(bits: int = 8, tail: int = 2) -> tuple[RaggedRows, CodedRaggedRows, list[int], list[Tensor]]:
+    """Return ragged rows, the same with what is due coded, the slots in use and which of them are live."""
+    used = [length + tail for length in LENGTHS]
+    plain = RaggedRows.allocate(rows(1, 5), rows(1, 4), [n + 3 for n in used], 2)
+    live = [torch.ones(n, dtype=torch.bool) for n in used]
+    live[0][1] = live[3][-1] = False
+    for owner, n in enumerate(used):
+        keys, values = plain.owner(owner, n)
+        keys.copy_(rows(n, 5, seed=owner))
+        values.copy_(rows(n, 4, seed=9 + owner))
+    return plain, code_owners(plain, used, live, bits=bits, block_rows=BLOCK), used, live
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_every_owner_keeps_its_rows(bits: int) -> None:
+    plain, coded, used, live = owners(bits)
+    assert coded.blocks == tuple(due_blocks(n, BLOCK) for n in used)
+    first = 0
+    for owner, n in enumerate(used):
+        start = coded.blocks[owner] * BLOCK
+        pairs = zip(plain.owner(owner, n), coded.owner(owner, n), strict=True)
+        for part, (whole, read) in enumerate(pairs):
+            assert torch.equal(read[start:], whole[start:])
+            store = (coded.key_blocks, coded.value_blocks)[part]
+            for slot in range(start):
+                block, row = divmod(slot, BLOCK)
+                scale = store.scales[0, 0, first + block, 0 if part == 0 else row]
+                assert not live[owner][slot] or ((read[slot] - whole[slot]).abs() <= scale / 2 + 1e-5).all()
+        first += coded.blocks[owner]
+    table = RaggedMap.of([(torch.arange(n, dtype=torch.int32),) * 2 for n in LENGTHS], 2)
+    view = coded.view(table, 2)
+    for owner, n in enumerate(used):
+        assert all(torch.equal(a, b) for a, b in zip(view.owner(owner), coded.owner(owner, n), strict=True))
+
+
+def test_owners_are_written_grown_chosen_and_coded_again() -> None:
+    _, coded, used, live = owners()
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    new = rows(2, 2, 9, 5, seed=40), rows(2, 2, 9, 4, seed=41)
+    larger = coded.grown(used, [n + 9 for n in used])
+    larger.write(lengths, 2, *new)
+    for owner, n in enumerate(used):
+        keys, values = larger.owner(owner, n + 9)
+        assert torch.equal(keys[n:], new[0][owner // 2, owner % 2])
+        assert torch.equal(values[n:], new[1][owner // 2, owner % 2])
+        assert torch.equal(keys[:n], coded.owner(owner, n)[0])
+    more = [torch.cat([own, torch.ones(9, dtype=torch.bool)]) for own in live]
+    again = code_owners(larger, [n + 9 for n in used], more, bits=8, block_rows=BLOCK)
+    assert again.blocks == tuple(due_blocks(n + 9, BLOCK) for n in used)
+    for owner, blocks in enumerate(coded.blocks):
+        kept = blocks * BLOCK
+        assert torch.equal(again.owner(owner, kept)[0], coded.owner(owner, kept)[0]), "no block is changed"
+    for other, index in ((again.copied(), (0, 1)), (again.batch([1, 0, 1]), (1, 0, 1))):
+        for row, source in enumerate(index):
+            for head in range(2):
+                n = used[source * 2 + head]
+                pairs = zip(other.owner(row * 2 + head, n), again.owner(source * 2 + head, n), strict=True)
+                assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_bytes_of_owners_are_counted_one_by_one() -> None:
+    _, coded, used, live = owners(4)
+    expected = 0
+    for owner, n in enumerate(used):
+        start = coded.blocks[owner] * BLOCK
+        for slot in range(n):
+            expected += int(live[owner][slot]) * ((3 + 2 + 2 * 4) if slot < start else 4 * (5 + 4))
+        for block in range(coded.blocks[owner]):
+            expected += 2 * 4 * 5 if live[owner][block * BLOCK : block * BLOCK + BLOCK].any() else 0
+    assert coded.payload_bytes(live) == expected
+    assert coded.slot_bytes + 4 * len(used) == sum(t.untyped_storage().nbytes() for t in coded.tensors())

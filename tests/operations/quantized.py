@@ -14,9 +14,10 @@ class QuantizedOracle(Oracle):
 
     def check(self, cache: Any) -> None:
         snapshot, rule = cache._runtime.snapshot, cache.composition.representation
-        coded = snapshot.rows[0].coded_slots if snapshot.rows else 0
+        stores = [*snapshot.rows, *(layer.rows for layer in snapshot.ragged)]
+        coded = stores[0].coded_slots if stores else 0
         assert coded % rule.block_rows == 0
-        if self.waiting is None and not self.is_open:
+        if self.waiting is None and not self.is_open and snapshot.rows:
             pinned = len(cache.composition.pinned_tokens) if cache.composition.positions == "cache_local" else 0
             assert snapshot.width - pinned - coded < 2 * rule.block_rows, "a full residual is coded at once"
         if coded and snapshot.evicted_at_column == self.columns:

@@ -94,6 +94,9 @@ def poison_ragged(snapshot: Any) -> int:
     """
     inside, tail = 0, snapshot.tail
     for stored in snapshot.ragged:
+        if stored.rows.coded_slots:
+            inside += poison_owners(stored, tail)
+            continue
         for owner, base in enumerate(stored.map.lengths):
             dead = torch.zeros(0, dtype=torch.bool) if tail is None else ~tail.live_BMW[owner // stored.map.heads, 0]
             keys, values = stored.rows.owner(owner, stored.rows.capacities[owner])
@@ -110,6 +113,25 @@ def poison_ragged(snapshot: Any) -> int:
                 buffer[base + dead.shape[0] :] = float("nan")
                 buffer[base : base + dead.shape[0]][dead] = 1e30
             inside += int(dead.sum())
+    return inside
+
+
+def poison_owners(stored: Any, tail: Any) -> int:
+    """As `poison_ragged`, behind the blocks of every owner; dead rows in blocks as in `poison_blocks`."""
+    inside, plain, first = 0, stored.rows.plain(), 0
+    for owner, (base, coded) in enumerate(zip(stored.map.lengths, stored.rows.coded, strict=True)):
+        dead = torch.zeros(base, dtype=torch.bool)
+        if tail is not None:
+            dead = torch.cat([dead, ~tail.live_BMW[owner // stored.map.heads, 0]])
+        for buffer in plain.owner(owner, plain.capacities[owner]):
+            buffer[dead.shape[0] - coded :] = float("nan")
+            buffer[: dead.shape[0] - coded][dead[coded:]] = 1e30
+        own = slice(first, first + stored.rows.blocks[owner])
+        first, in_blocks = own.stop, dead[:coded].view(-1, stored.rows.block_rows)
+        for store in (stored.rows.key_blocks, stored.rows.value_blocks):
+            store.codes_BSNGX[0, 0, own][in_blocks] = 127
+        stored.rows.value_blocks.scales[0, 0, own][in_blocks] = 1e30
+        inside += int(dead.sum())
     return inside
 
 

@@ -368,7 +368,7 @@ print(json.dumps(sorted(name for name in sys.modules if name.startswith("hf_kvpo
     assert "hf_kvpolicy.persistence.codec" in loaded
     new = {"engine.merged", "storage.merged", "persistence.pairs", "replacements"}
     new |= {"engine.coded", "engine.coded_again", "storage.coded", "storage.codes", "persistence.coded"}
-    new |= {"representation.quantized"}
+    new |= {"representation.quantized", "engine.ragged.coded", "storage.ragged_coded"}
     assert not {f"hf_kvpolicy.{name}" for name in new} & set(loaded)
     for name in new:
         assert (Path(kv.__file__).parent / f"{name.replace('.', '/')}.py").exists(), name
