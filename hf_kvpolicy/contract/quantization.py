@@ -26,7 +26,8 @@ class QuantizationContract:
         key_groups: what shares a scale and a zero among keys: a channel of a block.
         value_groups: the same among values: a row.
         parameter_dtype: of scales and zeros.
-        full_precision_rows: fewest of the newest rows that are held as they are; fewer than a block more are.
+        full_precision_rows: fewest of the newest rows that are held as they are; fewer than a block more are, or fewer
+            than two where heads hold different numbers of rows.
         full_precision_sinks: whether rows that attention re-rotates are held as they are, too.
 
     Raises ManifestError for a scheme that no store of this library has.

@@ -67,7 +67,7 @@ class ZigZagKVCache(PolicyCache):
             on_append: what a later prompt segment does: "recompress" everything to the budget, or "append".
             chunked_prefill: "hold" or "bounded" for a prompt fed in chunks.
             quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
-            block_rows: rows of a block; as many of the newest rows (fewer than twice as many) are not quantized.
+            block_rows: rows of a block; as many of the newest rows, up to three times as many, are not quantized.
 
         Raises:
             BudgetError: the budget is not larger than window and protected rows.
