@@ -258,7 +258,8 @@ def _mean(values: Mapping[str, float]) -> float:
 
 
 def _is_full(coordinates: Mapping[str, Any]) -> bool:
-    return bool(coordinates["policy"] == "full" or coordinates["semantic_class"] == "full_cache_exact")
+    kept_whole = coordinates["policy"] == "full" and coordinates["semantic_class"] != "lossy_quantized"
+    return bool(kept_whole or coordinates["semantic_class"] == "full_cache_exact")
 
 
 def _are_close(ours: Any, theirs: Any) -> bool:

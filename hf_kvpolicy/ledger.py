@@ -118,7 +118,7 @@ def account(runtime: Runtime) -> Ledger:
 
 def _slot_bytes(snapshot: Snapshot, heads: int) -> int:
     """Return the bytes of all slots, live or not."""
-    dense = sum(snapshot.batch_size * heads * rows.capacity * rows.row_bytes for rows in snapshot.rows)
+    dense = sum(rows.slot_bytes for rows in snapshot.rows)
     ragged = sum(layer.slot_bytes for layer in snapshot.ragged)
     return dense + ragged + sum(pair.slot_bytes for pair in snapshot.pairs)
 

@@ -26,6 +26,7 @@ from .contract import (
     sha256_of,
 )
 from .engine import Composition, Runtime, Snapshot
+from .engine.foreign import foreign_faults
 from .errors import ConfigError, ManifestError, StaleGenerationError
 from .geometry import CacheGeometry
 from .storage import RaggedMap, RaggedRows
@@ -81,7 +82,11 @@ def manifest_of(
     )
     exact, replaces = policy.schedule == "never", policy.representation.replaces_rows
     representation = RepresentationContract(semantic_class="full_cache_exact" if exact else "lossy_subset")
-    if replaces:
+    if policy.quantizes:
+        from .engine.coded import quantized_contract  # not imported where rows stay as they are
+
+        representation = quantized_contract(policy, scalar)
+    elif replaces:
         from .replacements import contract_of
 
         representation = contract_of(policy.representation, geometry, scalar)
@@ -232,8 +237,9 @@ def prefix_digest(runtime: Runtime, manifest: KVVisibilityPolicyManifest, token_
     if manifest.representation_contract.semantic_class != "full_cache_exact":
         raise ManifestError(
             f"The policy {manifest.selection_contract.policy!r} is {manifest.representation_contract.semantic_class}: "
-            "which rows it holds was decided by the queries it saw, so the same tokens do not make the same cache. "
-            "Reuse it only for the request it belongs to (fork or branch), or keep an exact prefix in a FullCache."
+            "what it holds was decided by the queries it saw, or by how it was fed, so the same tokens do not make the "
+            "same cache. Reuse it only for the request it belongs to (fork or branch), or keep an exact prefix in a "
+            "FullCache."
         )
     tokens = runtime.snapshot.frontier.tokens
     if len(tokens) != 1 or tokens[0] != len(token_ids):
@@ -301,6 +307,10 @@ def integrity_faults(runtime: Runtime) -> list[str]:
         from .replacements import faults_of_replaced
 
         faults += faults_of_replaced(runtime)
+    if snapshot.holds_codes:
+        from .engine.coded import coding_faults
+
+        faults += coding_faults(snapshot, policy)
     for layer in range(runtime.geometry.num_layers if snapshot.buffers else 0):
         for batch, owner_rows in enumerate(snapshot.owner_rows(layer, heads)):
             for head, tokens in enumerate(positions_of(runtime, layer, batch)):
@@ -308,14 +318,8 @@ def integrity_faults(runtime: Runtime) -> list[str]:
                 if len(tokens) != owner_rows[head]:
                     faults.append(f"{where} holds {len(tokens)} rows, {owner_rows[head]} counted")
                 faults += _owner_faults(where, tokens.tolist(), batch, snapshot, policy)
-    for number, stock in zip(runtime.geometry.foreign_layers, snapshot.foreign, strict=True):
-        if number in runtime.geometry.state_layers:
-            if any(stock.has_previous_state.values()) != bool(snapshot.frontier.columns):
-                faults.append(f"the states of layer {number} do not tell whether {snapshot.frontier.columns} were fed")
-        elif stock.get_seq_length() != snapshot.frontier.columns:
-            faults.append(
-                f"sliding layer {number} was fed {stock.get_seq_length()} of {snapshot.frontier.columns} columns"
-            )
+    geometry, columns = runtime.geometry, snapshot.frontier.columns
+    faults += foreign_faults(snapshot.foreign, geometry.foreign_layers, geometry.state_layers, columns)
     return faults
 
 

@@ -18,6 +18,7 @@ from bench_lib.curve import curve_measures
 from bench_lib.device import DeviceBench
 from bench_lib.memory import byte_measures, child_report, peak_measures
 from bench_lib.models import EVERY_POLICY, POLICIES, stock_twin
+from bench_lib.quantized import quantized_measures
 from bench_lib.ragged import ragged_measures
 from bench_lib.report import Measure, environment, print_report, write_json
 from bench_lib.shapes import SHAPES, random_model
@@ -29,7 +30,7 @@ from script_lib.prompts import filler_ids
 PEAK_POLICY = "snapkv"
 PEAK_ROWS = 512
 TRANSIENT_TOKENS = (4096, 8192)
-PARTS = ("decode", "unbudgeted", "prefill", "bytes", "peak", "curve", "ragged", "answer", "transient")
+PARTS = ("decode", "unbudgeted", "prefill", "bytes", "peak", "curve", "ragged", "answer", "quantized", "transient")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -139,7 +140,13 @@ def main() -> int:
         note("answer: rows dropped in blocks, a random model of eight layers")
         with torch.inference_mode():
             measures += answer_measures(arguments.device, DTYPES[arguments.dtype], arguments.batches, arguments.rounds)
-    if set(arguments.parts) <= {"ragged", "answer"}:
+    if "quantized" in arguments.parts:
+        note("quantized: rows in int8 and int4, a random model of eight layers")
+        with torch.inference_mode():
+            measures += quantized_measures(
+                arguments.device, DTYPES[arguments.dtype], arguments.batches, arguments.rounds
+            )
+    if set(arguments.parts) <= {"ragged", "answer", "quantized"}:
         return report(arguments, "", measures)
     name = resolve_model(arguments.model)
     tokenizer = load_tokenizer(name)

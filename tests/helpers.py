@@ -156,11 +156,22 @@ def policy_units() -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
+# Policies of each schedule, and one whose heads hold different numbers of rows.
+QUANTIZING = ("full", "snapkv", "streaming_llm", "h2o", "scissorhands", "sliding_window", "adakv")
+
+
+def quantized_units() -> list[tuple[str, dict[str, Any]]]:
+    """Return policies of every schedule with older rows in int8, in blocks so small that a few tokens fill one."""
+    return [(name, small_options(name) | {"quantize": "int8", "block_rows": 2}) for name in QUANTIZING]
+
+
 def case_id(value: Any) -> str | None:
     """Name a (policy, options) case in pytest's output."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
         name, options = value
-        shown = [str(options[k]) for k in ("unit", "owner", "positions", "chunked_prefill") if options.get(k)]
+        shown = [
+            str(options[k]) for k in ("unit", "owner", "positions", "chunked_prefill", "quantize") if options.get(k)
+        ]
         return "-".join([name, *shown])
     return None
 
@@ -289,7 +300,7 @@ def content(cache: Any) -> dict[str, Any]:
 
 
 def _stored_rows(cache: Any, layer: int, batch: int) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-    from hf_kvpolicy.engine.view import published_keys
+    from hf_kvpolicy.engine.view import published_rows
 
     snapshot = cache._runtime.snapshot
     if snapshot.ragged:
@@ -299,8 +310,7 @@ def _stored_rows(cache: Any, layer: int, batch: int) -> Iterator[tuple[list[int]
     if snapshot.pairs:
         keys, values = snapshot.view(layer)
     else:
-        rows = snapshot.rows[layer]
-        keys, values = published_keys(rows, snapshot.width), rows.values_BSCD[:, :, : snapshot.width]
+        keys, values = published_rows(snapshot.rows[layer], snapshot.width)
     for head in range(keys.shape[1]):
         mapped = head if table.map_heads > 1 else 0
         live = table.live_BMW[batch, mapped].nonzero()[:, 0]

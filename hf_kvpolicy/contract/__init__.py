@@ -56,6 +56,7 @@ from .position_sets import (
     freeze_positions,
     omitted_intervals,
 )
+from .quantization import QuantizationContract
 from .receipt import (
     PackedKVViewReceipt,
 )
@@ -209,6 +210,7 @@ __all__ = [
     "PromptLedger",
     "ProtectedRule",
     "QualityAndFallback",
+    "QuantizationContract",
     "Ratio",
     "RecoverabilityContract",
     "ReplacedRows",

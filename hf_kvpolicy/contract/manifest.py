@@ -148,6 +148,11 @@ def _check_exactness(
                 "full_cache_exact was declared together with a budget, and a budget leads to omission of "
                 "rows. Leave the budget out, or declare lossy_subset."
             )
+    if representation.semantic_class == "lossy_quantized" and omits:
+        raise ManifestError(
+            f"lossy_quantized was declared together with omission ({recoverability.omitted}), but it says that every "
+            "row stays. Declare lossy_subset."
+        )
     if representation.semantic_class == "lossy_subset" and not omits:
         raise ManifestError(
             "lossy_subset was declared with resident_visible, but a lossy subset omits rows and must say "

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from ..errors import ManifestError
 from ._checks import check_choice, check_text
+from .quantization import QuantizationContract
 from .replacement import ReplacementContract
 
 __all__ = [
@@ -18,8 +19,9 @@ __all__ = [
     "RepresentationContract",
 ]
 
-REPRESENTATIONS = ("original_rows", "replacement_rows")
-SEMANTIC_CLASSES = ("full_cache_exact", "lossy_subset", "lossy_replacement")
+REPRESENTATIONS = ("original_rows", "quantized_rows", "replacement_rows")
+# lossy_quantized: every row stays, some in few bits. A subset may be quantized too, and is a lossy_subset.
+SEMANTIC_CLASSES = ("full_cache_exact", "lossy_quantized", "lossy_subset", "lossy_replacement")
 RECOVERABILITIES = ("resident_visible", "omitted_irrecoverable", "recallable_nonresident")
 FAILURE_ACTIONS = ("raise", "full", "report")
 
@@ -28,9 +30,10 @@ FAILURE_ACTIONS = ("raise", "full", "report")
 class RepresentationContract:
     """Whether rows are original or replaced, and how exact the result is.
 
-    A replacement needs `consumer_schema`, the name of what attention must know to read the replaced rows, and
-    `replacement`, which layers stand behind a row and who may read it.
-    Raises ManifestError when kind, class, schema and replacement exclude one another.
+    Quantized rows need `quantization`: which of their parts are coded and how. A replacement needs `consumer_schema`,
+    the name of what attention must know to read the replaced rows, and `replacement`, which layers stand behind a row
+    and who may read it.
+    Raises ManifestError when kind, class and records exclude one another.
     """
 
     rows: str = "original_rows"
@@ -38,6 +41,9 @@ class RepresentationContract:
     consumer_schema: str | None = None
     replacement: ReplacementContract | None = field(
         default=None, metadata={"record": ReplacementContract, "optional": True}
+    )
+    quantization: QuantizationContract | None = field(
+        default=None, metadata={"record": QuantizationContract, "optional": True}
     )
 
     def __post_init__(self) -> None:
@@ -49,6 +55,21 @@ class RepresentationContract:
                 f"representation.semantic_class {self.semantic_class!r} cannot hold {self.rows}: a subset "
                 "or full cache keeps original_rows and a lossy_replacement keeps replacement_rows. Change "
                 "one of the two."
+            )
+        if (self.rows == "quantized_rows") != (self.quantization is not None):
+            raise ManifestError(
+                f"representation.quantization {'was given' if self.quantization else 'is missing'} for {self.rows}: "
+                "quantized rows name what is coded and how, and others have no such record. Correct one of them."
+            )
+        if self.rows == "quantized_rows" and self.semantic_class == "full_cache_exact":
+            raise ManifestError(
+                "full_cache_exact was declared together with quantized_rows, which are not read as they were. Declare "
+                "lossy_quantized, or lossy_subset where rows are omitted too."
+            )
+        if self.rows != "quantized_rows" and self.semantic_class == "lossy_quantized":
+            raise ManifestError(
+                f"lossy_quantized was declared with {self.rows}, which are not coded in few bits. Declare "
+                "quantized_rows, or another class."
             )
         if replaces and self.consumer_schema is None:
             raise ManifestError(

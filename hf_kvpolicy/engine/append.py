@@ -37,6 +37,8 @@ class AppendStep(Step):
     def __init__(self, runtime: Runtime, snapshot: Snapshot, inputs: ForwardInputs, transaction: Transaction) -> None:
         super().__init__(runtime, snapshot, inputs, transaction)
         self._states: dict[int, Tensor] = {}
+        # Whether rows were coded in few bits, so that what was fed before cannot be taken back.
+        self._coded_rows = False
         self._weights: dict[int, tuple[float, Weighting]] = {}
 
     def hold(self, queries: int) -> None:
@@ -73,9 +75,25 @@ class AppendStep(Step):
                 start = self.snapshot.frontier.columns
                 self._segment = OpenSegment(start_column=start, rule=record.rule_only())
             self._weights[layer] = (scaling, self.weighting)
+        if self._codes_prompt:
+            from .coded import code_layer  # not imported where rows stay as they are
+
+            dense = self.rows[layer]
+            with stored_tensors():
+                live = self.view_map(layer).live_BMW
+                self.rows[layer] = code_layer(self.runtime.composition, dense, self.width_after, live)
+            self._coded_rows = self.rows[layer] is not dense
         if self.is_new_buffer(layer):
             self.note_transient(0)
+        self.note_view(layer)
         self.transaction.enter_through(layer, Phase.PACK)
+
+    @property
+    def _codes_prompt(self) -> bool:
+        """Whether rows are coded layer by layer: of many that stay, those of all layers are a peak of their own."""
+        stays = self.holds_queries is None and not self.runtime.recording
+        policy = self.runtime.composition
+        return policy.quantizes and policy.storage == "dense" and stays and self.inputs.length > 1
 
     @property
     def waiting_queries(self) -> int:
@@ -133,6 +151,7 @@ class AppendStep(Step):
             else old.segment_tokens,
             open_segment=segment,
             last_was_segment=self.inputs.length > 1,
+            evicted_at_column=self.inputs.frontier_after.columns if self._coded_rows else old.evicted_at_column,
         )
 
     def placed(self) -> dict[str, Any]:

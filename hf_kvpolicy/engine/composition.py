@@ -112,6 +112,17 @@ class Composition:
                 "what was merged is not chosen from. A policy that merges selects nothing: leave out budget and "
                 f"schedule, and use {stored} storage."
             )
+        if self.representation.quantizes and self.storage == "ragged" and self.schedule != "end_of_prefill":
+            raise ManifestError(
+                f"{self.policy}: rows of owners of unequal length leave one by one while it decodes, or while a prompt "
+                "runs, and are not quantized. Leave quantize out, or use a policy that decides at the end of a prompt, "
+                "such as snapkv or adakv."
+            )
+        if self.representation.quantizes and self.budget is not None and self.budget.kind == "bytes":
+            raise BudgetError(
+                f"{self.policy}: how many bytes a quantized row takes depends on how many of its block live, so "
+                f"budget={self.budget.declared!r} is no number of rows. Give rows, or a share of the prompt."
+            )
 
     def _check_storage(self) -> None:
         if self.allocation is not UNIFORM and self.storage != "ragged":
@@ -185,6 +196,11 @@ class Composition:
     def bounds_every_step(self) -> bool:
         """Whether no publication may leave more rows than the budget."""
         return self.schedule in ("every_step", "when_full")
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether older rows are coded in few bits."""
+        return self.representation.quantizes
 
     def stored_heads(self, geometry: CacheGeometry) -> int:
         """Return the heads of one layer that own rows: KV heads, or query heads for owner='query_head'."""

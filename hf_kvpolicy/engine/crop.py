@@ -93,8 +93,8 @@ def refuse_untakeable(
         )
     if successor is None:
         raise StaleGenerationError(
-            f"crop(-{removed}) goes back to column {left}, but rows were dropped or merged for good at column "
-            f"{snapshot.evicted_at_column}. {policy.before_taking_back}"
+            f"crop(-{removed}) goes back to column {left}, but rows were dropped, quantized or merged for good at "
+            f"column {snapshot.evicted_at_column}. {policy.before_taking_back}"
         )
 
 

@@ -97,7 +97,14 @@ class Decider:
         self.rows: dict[int, DenseRows] = {}
         self.maps: dict[int, RowMap] = {}
         self.workspace_bytes = 0
+        # Whether rows were coded in few bits.
+        self.codes_rows = False
         self._finite: list[Tensor] = []
+
+    @property
+    def is_final(self) -> bool:
+        """Whether what was fed before cannot be taken back: rows were dropped or coded."""
+        return self.drops_rows or self.codes_rows
 
     @property
     def held_bytes(self) -> int:
@@ -241,16 +248,6 @@ class Decider:
             enter(layer, phase)
         device = candidates.keys_BSND.device
         index = kept.index_BMK.to(device)
-        self.rows[layer] = pack_rows(
-            candidates.keys_BSND,
-            candidates.values_BSND,
-            index,
-            stored_heads=policy.stored_heads(self._geometry),
-            capacity=self._capacity(index.shape[2]),
-            pinned=len(self._pinned) if self._moves_keys else 0,
-        )
-        if candidates.states_BSNX is not None:
-            self._pack_states(layer, candidates, candidates.states_BSNX, index)
         if not shared or self._shared_map is None:
             # Pinned rows come first whatever their token, so the order is ascending only without them.
             packed = candidates.map.gathered(index, kept.live_BMK.to(device), ordered=not self._pinned)
@@ -258,6 +255,23 @@ class Decider:
                 self._shared_map = packed
             else:
                 self.maps[layer] = packed
+        rows = pack_rows(
+            candidates.keys_BSND,
+            candidates.values_BSND,
+            index,
+            stored_heads=policy.stored_heads(self._geometry),
+            capacity=self._capacity(index.shape[2]),
+            pinned=len(self._pinned) if self._moves_keys else 0,
+        )
+        if policy.quantizes:
+            from .coded import code_layer  # not imported where rows stay as they are
+
+            live = (self.maps[layer] if self._shared_map is None else self._shared_map).live_BMW
+            rows = code_layer(policy, rows, index.shape[2], live)
+            self.codes_rows = self.codes_rows or rows.coded_slots > 0
+        self.rows[layer] = rows
+        if candidates.states_BSNX is not None:
+            self._pack_states(layer, candidates, candidates.states_BSNX, index)
         enter(layer, Phase.PACK)
 
     def _pack_states(self, layer: int, candidates: Candidates, states_BSNX: Tensor, index_BMK: Tensor) -> None:

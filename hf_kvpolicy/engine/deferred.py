@@ -16,7 +16,7 @@ from .decide import Candidates, Decider, Observed
 from .evidence_blocks import SegmentQueries, observe_queries, query_clock
 from .queries import QueryWindow, windowed
 from .snapshot import OpenSegment, Snapshot
-from .view import published_keys
+from .view import published_rows
 from .visibility import SeenRows, Visibility
 
 if TYPE_CHECKING:
@@ -56,13 +56,12 @@ def decide_appended(
     for layer in range(layers):
         transaction.enter_through(layer, Phase.ATTEND)
         rows, table = snapshot.rows[layer], snapshot.full_map(layer)
-        keys = published_keys(rows, width)
+        keys, values = published_rows(rows, width)
         states = _states(runtime, snapshot, layer, keys, table, ends_prompt)
-        values = rows.values_BSCD[:, :, :width]
         candidates = Candidates(keys_BSND=keys, values_BSND=values, map=table, states_BSNX=states)
         decider.observe(layer, candidates, _observe(runtime, snapshot, segment, window, layer, candidates, dense))
     new_rows, maps = decider.finish(layers)
-    evicted = snapshot.frontier.columns if decider.drops_rows else snapshot.evicted_at_column
+    evicted = snapshot.frontier.columns if decider.is_final else snapshot.evicted_at_column
     return replace(
         snapshot,
         generations=transaction.successor,
@@ -90,7 +89,7 @@ def laid_behind(chosen: Snapshot, waiting: Snapshot, length: int) -> Snapshot:
     used, start, rows = waiting.width - length, chosen.width, []
     for kept, fed in zip(chosen.rows, waiting.rows, strict=True):
         larger = kept.grown(start, start + length)
-        larger.write(start, fed.keys_BSCD[:, :, used : used + length], fed.values_BSCD[:, :, used : used + length])
+        larger.write(start, *fed.held(used, length))
         rows.append(larger)
     new = waiting.tail.last(length)
     new_counts = new.live_BMW[:, 0].sum(-1).tolist()
@@ -121,7 +120,7 @@ def absorb_held(runtime: Runtime, snapshot: Snapshot) -> Snapshot:
         return snapshot
     states = []
     for layer, rows in enumerate(snapshot.rows):
-        keys, table = published_keys(rows, snapshot.width), snapshot.full_map(layer)
+        keys, table = published_rows(rows, snapshot.width)[0], snapshot.full_map(layer)
         states.append(_states(runtime, snapshot, layer, keys, table, True))
     kept = [state for state in states if state is not None]
     opened = replace(segment, window=None, queries_BQWD=())

@@ -54,7 +54,7 @@ class EvictStep(OneTokenStep):
         return self.candidate_maps[layer if len(self.candidate_maps) > 1 else 0]
 
     def append(self, layer: int, keys_BHTD: Tensor, values_BHTD: Tensor) -> tuple[Tensor, Tensor]:
-        limit = max(*self.budget_rows, self.width_after - 1) + 1
+        limit = None if self.runtime.composition.quantizes else max(*self.budget_rows, self.width_after - 1) + 1
         rows = self.snapshot.rows[layer].grown(self.snapshot.width, self.width_after, limit=limit)
         if self.width_after > self.snapshot.width:
             rows.write(self.snapshot.width, keys_BHTD, values_BHTD)
@@ -84,7 +84,9 @@ class EvictStep(OneTokenStep):
         fresh = (new.columns_BMW, new.tokens_BMW, new.live_BMW)
         states = self.snapshot.scores_LBSWX
         assert states is not None
-        if all(count < width for count in self.snapshot.counts):
+        # Where older rows are coded, new ones lie behind all others until it is their turn.
+        behind = self.runtime.composition.quantizes
+        if not behind and all(count < width for count in self.snapshot.counts):
             self.width_after = width
             self._slot_LBM = (~self._live_LBMW).int().argmax(-1)
             index = self._slot_LBM[..., None]

@@ -8,7 +8,7 @@ copies are shallow, as updates make new tensors. A forward that dies leaves noth
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +21,7 @@ __all__ = [
     "ForeignLayers",
     "blank_layers",
     "cropped_layers",
+    "foreign_faults",
     "layer_tensors",
     "selected_layers",
     "settled_layers",
@@ -100,3 +101,17 @@ def _cropped_rows(layer: Any, removed: int, columns: int) -> Any:
     twin = _with_rows(layer, lambda part: part[:, :, keep])
     twin.cumulative_length = columns
     return twin
+
+
+def foreign_faults(
+    layers: ForeignLayers, numbers: Sequence[int], state_layers: Container[int], columns: int
+) -> list[str]:
+    """Return every layer, by its number in the model, that was not fed as many columns as the cache."""
+    faults = []
+    for number, stock in zip(numbers, layers, strict=True):
+        if number in state_layers:
+            if any(stock.has_previous_state.values()) != bool(columns):
+                faults.append(f"the states of layer {number} do not tell whether {columns} were fed")
+        elif stock.get_seq_length() != columns:
+            faults.append(f"sliding layer {number} was fed {stock.get_seq_length()} of {columns} columns")
+    return faults

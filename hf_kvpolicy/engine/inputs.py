@@ -17,10 +17,11 @@ from torch import Tensor
 from ..errors import BackendAdmissionError, ConfigError
 from ..frame import Reader
 from ..geometry import text_config
+from ..storage import RowMap
 from .snapshot import Frontier, Snapshot
 from .token_kinds import TokenKinds
 
-__all__ = ["ForwardInputs", "read_inputs"]
+__all__ = ["ForwardInputs", "new_rows_map", "read_inputs"]
 
 # M-RoPE: positions of text, then of time, height and width.
 _TEXT_AND_IMAGE_AXES = 4
@@ -260,3 +261,24 @@ def _starts(position_ids: Tensor, real: Tensor | None, batch: int) -> tuple[list
     positions = position_ids.expand(batch, -1)
     first = real.int().argmax(-1, keepdim=True).to(positions.device)
     return [int(p) for p in positions.gather(1, first)[:, 0].tolist()], [bool(x) for x in real.any(-1).tolist()]
+
+
+def new_rows_map(inputs: ForwardInputs, snapshot: Snapshot) -> RowMap:
+    """Return the map of a forward's own columns, one map head; pads are dead from the start."""
+    batch, length, device = inputs.batch, inputs.length, inputs.device
+    first = snapshot.frontier.columns
+    old = snapshot.frontier.tokens or (0,) * batch
+    start = torch.tensor(old, dtype=torch.int32, device=device).view(-1, 1, 1)
+    columns = (
+        torch.arange(first, first + length, dtype=torch.int32, device=device).repeat(batch, 1, 1).view(batch, 1, -1)
+    )
+    if inputs.real_BT is None and length == 1:
+        live = torch.ones((batch, 1, 1), dtype=torch.bool, device=device)
+        tokens = start
+    elif inputs.real_BT is None:
+        live = torch.ones((batch, 1, length), dtype=torch.bool, device=device)
+        tokens = start + torch.arange(length, dtype=torch.int32, device=device)
+    else:
+        live = inputs.real_BT[:, None, :].clone()
+        tokens = start + live.cumsum(-1, dtype=torch.int32) - 1
+    return RowMap(columns_BMW=columns, tokens_BMW=tokens, live_BMW=live, ordered=True)

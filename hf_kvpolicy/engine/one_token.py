@@ -40,6 +40,7 @@ class OneTokenStep(Step):
         """Nothing is packed: the row already lies in its slot."""
         if self.rows[layer] is not self.snapshot.rows[layer]:
             self.note_transient(0)
+        self.note_view(layer)
         self.transaction.enter_through(layer, Phase.PACK)
 
     @abstractmethod

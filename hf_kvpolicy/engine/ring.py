@@ -38,10 +38,13 @@ class RingStep(OneTokenStep):
         super().__init__(runtime, snapshot, inputs, transaction, budget)
         policy = self.runtime.composition
         self._pinned = policy.pinned_tokens if policy.positions == "cache_local" else ()
-        self._limit = max(budget) + 1 + len(self._pinned)
+        # Where older rows are coded, new ones lie behind all others until it is their turn.
+        self._limit = None if policy.quantizes else max(budget) + 1 + len(self._pinned)
         base = snapshot.maps[0]
         self._newly_pinned = self._pins_among_new()
-        self._slot_B, self.width_after = _choose_slot(base, snapshot.counts, len(self._pinned), self._newly_pinned)
+        self._slot_B, self.width_after = _choose_slot(
+            base, snapshot.counts, len(self._pinned), self._newly_pinned, behind=policy.quantizes
+        )
         self._candidate = self._with_candidate(base)
         self._view = self._candidate
         # One host number where one slot serves the whole batch: a plain copy instead of a scatter.
@@ -115,14 +118,15 @@ class RingStep(OneTokenStep):
 
 
 def _choose_slot(
-    base: RowMap, counts: Sequence[int], pinned: int, reserved: list[tuple[int, int]]
+    base: RowMap, counts: Sequence[int], pinned: int, reserved: list[tuple[int, int]], *, behind: bool
 ) -> tuple[Tensor, int]:
     """Return a dead slot per batch row (its reserved one where it has one) and the width afterwards.
 
-    The width grows by one slot where a row has no dead one; rows with a reserved slot need none.
+    The width grows by one slot where a row has no dead one (`behind`: or must not take it); rows with a reserved slot
+    need none.
     """
-    dead = ~base.live_BMW[:, 0]
-    if not pinned and all(count < base.width for count in counts):
+    dead = ~base.live_BMW[:, 0] if not behind else torch.zeros_like(base.live_BMW[:, 0])
+    if not behind and not pinned and all(count < base.width for count in counts):
         return dead.int().argmax(-1), base.width
     dead[:, :pinned] = False
     for row, slot in reserved:

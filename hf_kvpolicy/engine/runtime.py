@@ -378,6 +378,10 @@ class Runtime(Exclusive):
     def _swap(
         self, transaction: Transaction, successor: Snapshot, *, dropped: int, waiting: Waiting | None = None
     ) -> None:
+        if self.composition.quantizes and waiting is None:
+            from .coded import with_due_coded  # not imported where rows stay as they are
+
+            successor = with_due_coded(self.composition, successor)
         transaction.publish(self.snapshot.generations)
         parent = self.snapshot.generations
         # The one assignment that makes all layers' successors visible.

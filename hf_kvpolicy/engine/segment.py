@@ -55,7 +55,6 @@ class SegmentStep(Step):
         )
         wanted = policy.evidence.window_queries if self.decider.drops_rows else 0
         self._window = hold_window(None, inputs, snapshot.frontier.columns, wanted) if wanted else None
-        self._new: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def drops_rows(self) -> bool:
@@ -67,7 +66,6 @@ class SegmentStep(Step):
         rows, width = self.snapshot.rows[layer], self.snapshot.width
         self.place_pinned(layer, rows)
         new_keys, new_values = self.stored(keys_BHTD), self.stored(values_BHTD)
-        self._new[layer] = (new_keys, new_values)
         old_keys, old_values = rows.view(width)
         return torch.cat([old_keys, new_keys], dim=2), torch.cat([old_values, new_values], dim=2)
 
@@ -79,8 +77,7 @@ class SegmentStep(Step):
         view = self.view_map(layer)
         keys = step.keys.detach()
         if self.snapshot.width:
-            new_keys, _ = self._new.pop(layer)
-            keys = pristine_keys(self.snapshot.rows[layer], keys, self.snapshot.width, new_keys)
+            keys = pristine_keys(self.snapshot.rows[layer], keys)
         states, workspace_bytes = None, 0
         if self.carry is not None:
             states = self.carry.states(layer, query_BQTD, step.keys.detach(), view, self.visibility(record))
@@ -124,5 +121,5 @@ class SegmentStep(Step):
             open_segment=None,
             last_was_segment=self.inputs.length > 1,
             decision_epoch=self.snapshot.decision_epoch + 1,
-            evicted_at_column=frontier.columns if self.decider.drops_rows else self.snapshot.evicted_at_column,
+            evicted_at_column=frontier.columns if self.decider.is_final else self.snapshot.evicted_at_column,
         )

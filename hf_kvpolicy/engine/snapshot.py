@@ -1,6 +1,6 @@
 """What is published: one immutable record that every reader follows.
 
-Letters: B batch rows, F columns ever fed, Q query heads, W held queries, D head dimension.
+Letters: B batch rows, Q query heads, W held queries, D head dimension.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ..masks import MaskRecord
 from ..storage import DenseRows, RaggedLayer, RaggedMap, RaggedRows, RowMap, owners_of
 from ..weighting import Weighting
 from .foreign import ForeignLayers, selected_layers
+from .frontier import Frontier
 from .placement import Moves, Placement
 from .queries import QueryWindow
 
@@ -25,53 +26,6 @@ if TYPE_CHECKING:
     from ..storage.trailing import PendingTokens
 
 __all__ = ["Frontier", "OpenSegment", "Snapshot"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Frontier:
-    """How far each batch row has come. Host numbers, so that the hot path never waits for the device."""
-
-    columns: int = 0
-    # Real tokens of each batch row.
-    tokens: tuple[int, ...] = ()
-    # Model position minus token position, fixed by the first forward of each row.
-    position_offsets: tuple[int | None, ...] = ()
-    # 2-D mask of everything fed, bool [B, F]; None while no column was ever masked.
-    seen_BF: Tensor | None = None
-    # Kind of every token fed, uint8 [B, F] (`engine/token_kinds.py`); None for policies that do not ask.
-    kinds_BF: Tensor | None = None
-
-    def batch(self, index: Sequence[int], index_B: Tensor) -> Frontier:
-        """Return the frontier with its batch rows selected, repeated or reordered."""
-        return replace(
-            self,
-            tokens=tuple(self.tokens[i] for i in index),
-            position_offsets=tuple(self.position_offsets[i] for i in index),
-            seen_BF=None if self.seen_BF is None else self.seen_BF.index_select(0, index_B.to(self.seen_BF.device)),
-            kinds_BF=None if self.kinds_BF is None else self.kinds_BF.index_select(0, index_B.to(self.kinds_BF.device)),
-        )
-
-    def to(self, device: torch.device, move: Moves) -> Frontier:
-        """Return the frontier with its tensors on a device."""
-        seen, kinds = self.seen_BF, self.kinds_BF
-        if seen is None and kinds is None:
-            return self
-        return replace(
-            self,
-            seen_BF=None if seen is None else move(seen, device),
-            kinds_BF=None if kinds is None else move(kinds, device),
-        )
-
-    def cropped(self, columns: int) -> Frontier:
-        """Return the frontier without the last columns."""
-        lost = [columns] * len(self.tokens)
-        seen = self.seen_BF
-        if seen is not None:
-            lost = [int(n) for n in seen[:, self.columns - columns :].sum(-1).tolist()]
-            seen = seen[:, : self.columns - columns].clone()
-        tokens = tuple(token - gone for token, gone in zip(self.tokens, lost, strict=True))
-        kinds = None if self.kinds_BF is None else self.kinds_BF[:, : self.columns - columns].clone()
-        return replace(self, columns=self.columns - columns, tokens=tokens, seen_BF=seen, kinds_BF=kinds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -250,7 +204,7 @@ class Snapshot:
     def view(self, layer: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Return one layer's keys and values: slots in use [B, S, W, D] (restored, of a pair), or flat slots [N, D]."""
         if self.ragged:
-            return self.ragged[layer].rows.keys_ND, self.ragged[layer].rows.values_ND
+            return self.ragged[layer].rows.flat()
         for pair in self.pairs:
             if layer in pair.layers:
                 return pair.restored(layer, self.width)
@@ -270,10 +224,19 @@ class Snapshot:
             return sum(self.counts) * layers * heads
         return sum(sum(layer.map.lengths) for layer in self.ragged) + sum(self.tail_counts) * layers * heads
 
+    @property
+    def holds_codes(self) -> bool:
+        """Whether rows of a layer are coded in few bits."""
+        return any(rows.coded_slots for rows in self.rows) or any(layer.rows.coded_slots for layer in self.ragged)
+
     def payload_bytes(self, layers: int, heads: int) -> int:
         """Return the bytes of live rows; of a pair's, with all that restores them in both layers."""
         if not self.buffers:
             return 0
+        if self.holds_codes:
+            from .coded import payload_bytes  # not imported where rows stay as they are
+
+            return payload_bytes(self, heads)
         if self.ragged:
             return sum(layer.payload_bytes(sum(self.tail_counts) * heads) for layer in self.ragged)
         alone = layers - 2 * len(self.pairs)

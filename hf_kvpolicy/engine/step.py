@@ -24,14 +24,14 @@ from ..storage import DenseRows, RowMap, stored_tensors
 from ..weighting import PLAIN, Weighting
 from .carry import Carry
 from .foreign import settled_layers, working_layers
-from .inputs import ForwardInputs
+from .inputs import ForwardInputs, new_rows_map
 from .snapshot import Snapshot
 from .visibility import Visibility
 
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-__all__ = ["Step", "new_rows_map"]
+__all__ = ["Step"]
 
 
 class Step(ABC):
@@ -292,6 +292,12 @@ class Step(ABC):
         fresh_bytes = sum(tensor.nbytes for tensor in self.fresh_buffers())
         self.transient_bytes = max(self.transient_bytes, self.runtime.published_bytes() + fresh_bytes + extra_bytes)
 
+    def note_view(self, layer: int) -> None:
+        """As `note_transient`, of what the first layer's attention read where that was made for it."""
+        rows = self.rows.get(layer) if layer == 0 else None
+        if rows is not None and rows.coded_slots:
+            self.note_transient(rows.view_bytes(self.width_after))
+
     def fresh_buffers(self) -> list[Tensor]:
         """Return the tensors of buffers that this forward made."""
         parent = {id(rows) for rows in self.snapshot.rows}
@@ -373,24 +379,3 @@ class Step(ABC):
             f"Layer {layer} brings keys in {keys_BHTD.dtype}, but the cache holds {self._dtype}. "
             "Keep one dtype for the life of a cache, or call cache.reset() first."
         )
-
-
-def new_rows_map(inputs: ForwardInputs, snapshot: Snapshot) -> RowMap:
-    """Return the map of a forward's own columns, one map head; pads are dead from the start."""
-    batch, length, device = inputs.batch, inputs.length, inputs.device
-    first = snapshot.frontier.columns
-    old = snapshot.frontier.tokens or (0,) * batch
-    start = torch.tensor(old, dtype=torch.int32, device=device).view(-1, 1, 1)
-    columns = (
-        torch.arange(first, first + length, dtype=torch.int32, device=device).repeat(batch, 1, 1).view(batch, 1, -1)
-    )
-    if inputs.real_BT is None and length == 1:
-        live = torch.ones((batch, 1, 1), dtype=torch.bool, device=device)
-        tokens = start
-    elif inputs.real_BT is None:
-        live = torch.ones((batch, 1, length), dtype=torch.bool, device=device)
-        tokens = start + torch.arange(length, dtype=torch.int32, device=device)
-    else:
-        live = inputs.real_BT[:, None, :].clone()
-        tokens = start + live.cumsum(-1, dtype=torch.int32) - 1
-    return RowMap(columns_BMW=columns, tokens_BMW=tokens, live_BMW=live, ordered=True)

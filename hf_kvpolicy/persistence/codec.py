@@ -19,9 +19,10 @@ from ..engine.queries import QueryWindow
 from ..engine.snapshot import Frontier, OpenSegment, Snapshot
 from ..errors import BackendAdmissionError, ConfigError, IntegrityError
 from ..masks import MaskRecord
-from ..storage import DenseRows, RaggedLayer, RaggedMap, RaggedRows, RowMap
+from ..storage import RaggedLayer, RaggedMap, RaggedRows, RowMap
 from ..weighting import Weighting
 from .foreign import decode_foreign, encode_foreign
+from .rows import blocks_of_owners, decode_rows, encode_rows, joined_owners, split_owners
 
 if TYPE_CHECKING:
     from ..storage.trailing import TrailingSegments
@@ -39,10 +40,8 @@ def encode(snapshot: Snapshot) -> tuple[dict[str, Any], Tensors]:
         ConfigError: an open segment is masked by a rule that cannot be named.
     """
     width, frontier, tensors = snapshot.width, snapshot.frontier, Tensors()
-    for layer, rows in enumerate(snapshot.rows):
-        tensors[f"layer.{layer}.keys"], tensors[f"layer.{layer}.values"] = rows.view(width)
-        if rows.pinned_keys_BSPD is not None:
-            tensors[f"layer.{layer}.pinned_keys"] = rows.pinned_keys_BSPD
+    row_facts, row_tensors = encode_rows(snapshot)
+    tensors |= row_tensors
     for layer, stored in enumerate(snapshot.ragged):
         tensors |= _ragged_tensors(f"layer.{layer}", stored, snapshot.tail_width)
     pairs = []
@@ -68,9 +67,10 @@ def encode(snapshot: Snapshot) -> tuple[dict[str, Any], Tensors]:
             "tokens": list(frontier.tokens),
             "position_offsets": list(frontier.position_offsets),
         },
-        "capacities": [rows.capacity for rows in snapshot.rows],
+        **row_facts,
         "ragged": [
             {"lengths": list(s.map.lengths), "capacities": list(s.rows.capacities), "heads": s.rows.heads}
+            | blocks_of_owners(s.rows)
             for s in snapshot.ragged
         ],
         "pairs": pairs,
@@ -112,7 +112,7 @@ def decode(
     frontier, pool = facts["frontier"], _Pool(tensors)
     maps = tuple(_map(pool, f"map.{i}", ordered, device) for i, ordered in enumerate(facts["maps_ordered"]))
     tail = None if facts["tail_ordered"] is None else _map(pool, "tail", facts["tail_ordered"], device)
-    rows = tuple(_rows(pool, i, slots, layer_devices[i]) for i, slots in enumerate(facts["capacities"]))
+    rows = decode_rows(pool.take, pool.take_if_any, facts, layer_devices)
     width = 0 if tail is None else tail.width
     ragged = tuple(_ragged(pool, i, fact, width, layer_devices[i]) for i, fact in enumerate(facts["ragged"]))
     segment, pairs = facts["open_segment"], []
@@ -193,18 +193,6 @@ def _map(pool: _Pool, name: str, ordered: bool, device: torch.device) -> RowMap:
     return RowMap(columns_BMW=parts["columns"], tokens_BMW=parts["tokens"], live_BMW=parts["live"], ordered=ordered)
 
 
-def _rows(pool: _Pool, layer: int, capacity: int, device: torch.device) -> DenseRows:
-    keys, values = pool.take(f"layer.{layer}.keys", device), pool.take(f"layer.{layer}.values", device)
-    if capacity < keys.shape[2] or keys.shape[:3] != values.shape[:3]:
-        raise IntegrityError(f"Layer {layer} was saved with keys, values and a capacity that contradict one another.")
-    pinned = pool.take_if_any(f"layer.{layer}.pinned_keys", device)
-    rows = DenseRows.allocate(keys, values, capacity, 0 if pinned is None else pinned.shape[2])
-    rows.write(0, keys, values)
-    if rows.pinned_keys_BSPD is not None and pinned is not None:
-        rows.pinned_keys_BSPD.copy_(pinned)
-    return rows
-
-
 def _ragged_used(lengths: Sequence[int], capacities: Sequence[int], tail_width: int, has_spare: bool) -> list[int]:
     """Return how many of each owner's first slots hold its rows: with a spare slot among them, one more."""
     return [min(rows + tail_width + has_spare, room) for rows, room in zip(lengths, capacities, strict=True)]
@@ -213,7 +201,8 @@ def _ragged_used(lengths: Sequence[int], capacities: Sequence[int], tail_width: 
 def _ragged_tensors(name: str, stored: RaggedLayer, tail_width: int) -> Tensors:
     table = stored.map
     used = _ragged_used(table.lengths, stored.rows.capacities, tail_width, table.is_open)
-    parts = [stored.rows.owner(owner, slots) for owner, slots in enumerate(used)]
+    rows, used, blocks = split_owners(name, stored.rows, used)
+    parts = [rows.owner(owner, slots) for owner, slots in enumerate(used)]
     optional = {"states": table.states_PX, "spare": table.spare_O}
     if stored.trailing is not None:
         optional |= {"trailing_means": stored.trailing.means_BHX, "trailing_masses": stored.trailing.masses_BH}
@@ -223,6 +212,7 @@ def _ragged_tensors(name: str, stored: RaggedLayer, tail_width: int) -> Tensors:
         f"{name}.columns": table.columns_P,
         f"{name}.tokens": table.tokens_P,
         **{f"{name}.{part}": tensor for part, tensor in optional.items() if tensor is not None},
+        **blocks,
     }
 
 
@@ -236,6 +226,8 @@ def _ragged(pool: _Pool, layer: int, facts: Mapping[str, Any], tail_width: int, 
         n + tail_width <= room for n, room in zip(lengths, capacities, strict=True)
     )
     used = _ragged_used(lengths, capacities, tail_width, spare is not None) if fits else []
+    coded = [blocks * facts["block_rows"] for blocks in facts["blocks"]] if "blocks" in facts else [0] * len(used)
+    used, capacities = ([a - b for a, b in zip(part, coded, strict=False)] for part in (used, capacities))
     sound = fits and sum(used) == keys.shape[0] == values.shape[0] and columns.dtype == tokens.dtype == torch.int32
     # An open map tells of the dead slot too, even where the buffers have no room for it yet.
     told = sum(lengths) + (0 if spare is None else len(lengths))
@@ -252,6 +244,7 @@ def _ragged(pool: _Pool, layer: int, facts: Mapping[str, Any], tail_width: int, 
         into_keys, into_values = rows.owner(owner, used[owner])
         into_keys.copy_(key)
         into_values.copy_(value)
+    rows = joined_owners(pool.take, f"layer.{layer}", facts, rows)
     table = RaggedMap(
         columns_P=columns,
         tokens_P=tokens,

@@ -10,9 +10,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..allocation import parse_budget
 from ..cache import PolicyCache
 from ..engine import Composition
-from ..errors import ConfigError, ManifestError
+from ..errors import ConfigError, ManifestError, did_you_mean
+from ..representation import ORIGINAL_ROWS, RowRepresentation
 
-__all__ = ["BudgetLike", "ModelOrConfig", "PolicyCache", "bounded_only", "check_ratio", "compose", "token_positions"]
+__all__ = [
+    "BudgetLike",
+    "ModelOrConfig",
+    "PolicyCache",
+    "bounded_only",
+    "check_ratio",
+    "compose",
+    "row_representation",
+    "token_positions",
+]
 
 ModelOrConfig: TypeAlias = PreTrainedModel | PreTrainedConfig
 BudgetLike: TypeAlias = int | float | str
@@ -30,8 +40,8 @@ def compose(
 
     Args:
         policy: the registered name.
-        common: budget, unit, group, protect, on_append, chunked_prefill, variant, fallback, as the constructor got
-        them. own: the policy's other constructor options, for the manifest.
+        common: budget, unit, group, protect, on_append, chunked_prefill, variant, fallback, quantize, block_rows, as
+        the constructor got them. own: the policy's other constructor options, for the manifest.
         needs_budget: whether budget=None is refused; else it means no limit.
         axes: what the options mean: schedule, evidence, window_rows, sinks, ...
 
@@ -41,8 +51,31 @@ def compose(
     shared = {**common, "protect": token_positions(common["protect"], policy)}
     options = {**shared, **(own or {})}
     given = shared.pop("budget")
+    representation = row_representation(policy, shared.pop("quantize", None), shared.pop("block_rows", 32))
     budget = parse_budget(given) if needs_budget or given is not None else None
-    return Composition(policy=policy, budget=budget, options=options, **shared, **axes)
+    return Composition(policy=policy, budget=budget, options=options, representation=representation, **shared, **axes)
+
+
+def row_representation(policy: str, quantize: str | None, block_rows: int) -> RowRepresentation:
+    """Return what a stored row is: original, or with older rows in few bits.
+
+    Raises:
+        ConfigError: no such precision, or a block without a row.
+    """
+    if isinstance(block_rows, bool) or not isinstance(block_rows, int) or block_rows < 1:
+        raise ConfigError(f"{policy}: block_rows is a number of rows from 1 on; got {block_rows!r}. Give 32 or 64.")
+    if quantize is None:
+        return ORIGINAL_ROWS
+    # Not imported where rows stay as they are.
+    from ..representation.quantized import PRECISIONS, QuantizedRows
+
+    if quantize not in PRECISIONS:
+        hint = did_you_mean(str(quantize), list(PRECISIONS))
+        raise ConfigError(f"{policy}: quantize={quantize!r} is unknown; allowed are {(None, *PRECISIONS)}.{hint}")
+    name = f"quantized_rows_{quantize}"
+    return QuantizedRows(
+        name=name, replaces_rows=False, quantizes=True, bits=PRECISIONS[quantize], block_rows=block_rows
+    )
 
 
 def check_ratio(policy: str, name: str, value: float) -> None:

@@ -13,6 +13,8 @@ class RowRepresentation:
 
     name: str
     replaces_rows: bool
+    # Whether rows are coded in few bits (`quantized.py`).
+    quantizes: bool = False
 
     @property
     def kind(self) -> str | None:

@@ -70,8 +70,18 @@ class DenseRows:
         return self.keys_BSCD.device
 
     @property
+    def coded_slots(self) -> int:
+        """Slots whose rows are coded in few bits: none here (`CodedRows` has some)."""
+        return 0
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of all slots, live or not."""
+        return self.keys_BSCD.shape[0] * self.keys_BSCD.shape[1] * self.capacity * self.row_bytes
+
+    @property
     def row_bytes(self) -> int:
-        """Bytes of one K/V row pair of one stored head."""
+        """Bytes of one K/V row pair of one stored head, as the model made it."""
         key_bytes = self.keys_BSCD.shape[3] * self.keys_BSCD.element_size()
         return key_bytes + self.values_BSCD.shape[3] * self.values_BSCD.element_size()
 
@@ -102,6 +112,14 @@ class DenseRows:
         if width == self.capacity:
             return self.keys_BSCD, self.values_BSCD
         return self.keys_BSCD.narrow(2, 0, width), self.values_BSCD.narrow(2, 0, width)
+
+    def held(self, slot: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of consecutive slots, [B, S, rows, D], which lie in the buffers as they are."""
+        return self.keys_BSCD.narrow(2, slot, rows), self.values_BSCD.narrow(2, slot, rows)
+
+    def view_bytes(self, width: int) -> int:
+        """Bytes that `view` makes: none, it shows the buffers."""
+        return 0
 
     def write_at(self, slot_B: Tensor, keys_BS1D: Tensor, values_BS1D: Tensor) -> None:
         """Write one row per batch row, each into a slot of its own (the same for all heads)."""

@@ -70,6 +70,16 @@ class RaggedRows:
         return self.keys_ND.shape[0]
 
     @property
+    def coded_slots(self) -> int:
+        """Slots whose rows are coded in few bits: none here (`CodedRaggedRows` has some)."""
+        return 0
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of all slots, in use or not."""
+        return self.slots * self.row_bytes
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one K/V row pair."""
         key_bytes = self.keys_ND.shape[1] * self.keys_ND.element_size()
@@ -110,6 +120,10 @@ class RaggedRows:
         """Return keys and values of an owner's first rows, [rows, D] (windows, not copies)."""
         begin = self.starts[owner]
         return self.keys_ND[begin : begin + rows], self.values_ND[begin : begin + rows]
+
+    def flat(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all owners' slots, [N, D]."""
+        return self.keys_ND, self.values_ND
 
     def view(self, base: RaggedMap, behind: int) -> RaggedView:
         """Return what attention reads: each owner's rows of a map and the `behind` ones after them."""
@@ -159,7 +173,7 @@ class RaggedLayer:
     def slot_bytes(self) -> int:
         """Bytes of all K/V, in use or not."""
         own = 0 if self.trailing is None else self.trailing.masses_BH.numel() * self.trailing.row_bytes
-        return self.rows.slots * self.rows.row_bytes + own
+        return self.rows.slot_bytes + own
 
     def payload_bytes(self, rows_behind: int) -> int:
         """Bytes of the map's rows and of so many behind them (over all owners): appended, or trailing."""

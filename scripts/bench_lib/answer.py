@@ -20,7 +20,7 @@ POLICY, PROMPT_TOKENS, WARM_UP_TOKENS, RUN_TOKENS = "pyramidinfer", 512, 192, 32
 ANSWER_TARGET = 1.25
 
 
-def _model(device: str, dtype: torch.dtype) -> Any:
+def random_layers(device: str, dtype: torch.dtype) -> Any:
     """Return a random model of eight layers, each of SmolLM2-135M's shape."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -37,7 +37,7 @@ def _decode(model: Any, cache: Any, ids: torch.Tensor) -> None:
 
 def answer_measures(device: str, dtype: torch.dtype, batches: Sequence[int], rounds: int) -> Iterator[Measure]:
     """Decode time, CPU time on a CPU, over that of transformers' own cache at the mean rows of the run."""
-    model = _model(device, dtype)
+    model = random_layers(device, dtype)
     stock, layers = stock_twin(model), model.config.num_hidden_layers
     clock = time.process_time if device == "cpu" else time.perf_counter
     for batch in batches:

@@ -21,7 +21,10 @@ LONG_FUNCTIONS = {
         "allocation/pyramidinfer",
         "allocation/pyramidkv",
         "allocation/zigzagkv",
+        "retention/h2o",
         "retention/keyformer",
+        "retention/scissorhands",
+        "retention/snapkv",
     )
 }
 

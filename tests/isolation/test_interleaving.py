@@ -18,6 +18,7 @@ from helpers import (
     make_cache,
     policy_units,
     prompt,
+    quantized_units,
     small_options,
     tiny,
 )
@@ -26,7 +27,7 @@ from torch import Tensor
 import hf_kvpolicy as kv
 from hf_kvpolicy.contract import Phase
 
-CASES = [("full", {}), *policy_units()]
+CASES = [("full", {}), *policy_units(), *quantized_units()]
 
 
 def session(model: Any, cache: Any, seed: int, rows: int) -> Iterator[Tensor]:

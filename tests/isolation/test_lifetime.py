@@ -9,11 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PRUNING, case_id, forward, generate, make_cache, policy_units, prompt, tiny
+from helpers import PRUNING, case_id, forward, generate, make_cache, policy_units, prompt, quantized_units, tiny
 
 import hf_kvpolicy as kv
 
-CASES = [("full", {}), *policy_units(), ("snapkv", {"budget": 8, "window": 3, "chunked_prefill": "hold"})]
+CASES = [
+    ("full", {}),
+    *policy_units(),
+    *quantized_units(),
+    ("snapkv", {"budget": 8, "window": 3, "chunked_prefill": "hold"}),
+]
 
 
 @pytest.fixture

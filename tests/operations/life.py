@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PRUNING, forward, make_cache, policy_units, prompt, tiny
+from helpers import PRUNING, forward, make_cache, policy_units, prompt, quantized_units, tiny
 from merged import MergedOracle, SegmentsOracle
 from oracle import MAX_HELD_BACK, Oracle
 from pruned import PrunedOracle
+from quantized import QuantizedOracle
 
 import hf_kvpolicy as kv
 from hf_kvpolicy.contract import Phase
@@ -59,6 +60,9 @@ CASES = [
     ("full", {}),
     *(case for case in policy_units() if not _is_double(*case)),
     *MIXES,
+    *quantized_units(),
+    ("h2o", {"budget": 16, "recent_ratio": 0.25, "quantize": "int4", "block_rows": 3}),
+    ("streaming_llm", {"budget": 12, "sinks": 2, "protect": [5], "quantize": "int4", "block_rows": 4}),
 ]
 
 ORACLES = {"minicache": MergedOracle, "dmc": SegmentsOracle}
@@ -83,7 +87,8 @@ class Life:
     def __init__(self, case: Any, family: str) -> None:
         self.model = tiny(family)
         cache = make_cache(case[0], self.model, **case[1])
-        oracle = (PrunedOracle if case[0] in PRUNING else ORACLES.get(case[0], Oracle)).of(cache)
+        kind = QuantizedOracle if cache.composition.quantizes else ORACLES.get(case[0], Oracle)
+        oracle = (PrunedOracle if case[0] in PRUNING else kind).of(cache)
         if isinstance(oracle, MergedOracle):
             oracle.merges_none = cache.composition.representation.merges_none
         self.lanes = [(cache, oracle)]

@@ -10,7 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import BACKENDS, PRUNING, TRAINED, case_id, forward, left_padded, make_cache, policy_units, prompt, tiny
+from helpers import (
+    BACKENDS,
+    PRUNING,
+    TRAINED,
+    case_id,
+    forward,
+    left_padded,
+    make_cache,
+    policy_units,
+    prompt,
+    quantized_units,
+    tiny,
+)
 from torch import Tensor
 
 EXTRA = [
@@ -20,7 +32,7 @@ EXTRA = [
     ("streaming_llm", {"budget": 9, "sinks": 2, "protect": [4, 15]}),
     ("sliding_window", {"budget": 0.5}),
 ]
-CASES = [("full", {}), *policy_units(), *EXTRA]
+CASES = [("full", {}), *policy_units(), *quantized_units(), *EXTRA]
 
 
 def poison(cache: Any) -> int:
@@ -43,12 +55,26 @@ def poison(cache: Any) -> int:
             heads = rows.keys_BSCD.shape[1]
             dead = ~live.expand(-1, heads, -1)
             inside += int(dead.sum())
+            if rows.coded_slots:
+                dead = poison_blocks(rows, dead)
+                width -= rows.coded_slots
             sign = torch.where(torch.arange(width) % 2 == 0, 1e30, -1e30)[None, None, :, None]
             for buffer in (rows.keys_BSCD, rows.values_BSCD):
                 buffer[:, :, width:] = float("nan")
                 part = buffer[:, :, :width]
                 part.copy_(torch.where(dead[..., None], sign, part))
     return inside
+
+
+def poison_blocks(rows: Any, dead: Tensor) -> Tensor:
+    """As `poison`: dead rows of blocks, whose codes stay what 8 bits are; return which of the other slots are dead."""
+    blocks = slice(rows.pinned, rows.pinned + rows.coded_slots)
+    coded = dead[:, :, blocks].unflatten(2, (-1, rows.block_rows))
+    for store in (rows.key_blocks, rows.value_blocks):
+        store.codes_BSNGX[coded] = 127
+    rows.value_blocks.scales[coded] = rows.value_blocks.zeros[coded] = 1e30
+    rows.key_blocks.scales[coded.all(-1)] = 1e30
+    return torch.cat([dead[:, :, : blocks.start], dead[:, :, blocks.stop :]], dim=2)
 
 
 def poison_pairs(snapshots: list[Any]) -> int:
@@ -79,6 +105,9 @@ def poison_ragged(snapshot: Any) -> int:
     # What waits to be merged lies in no slot yet.
     inside, tail = 0, None if snapshot.pending else snapshot.tail
     for stored in snapshot.ragged:
+        if stored.rows.coded_slots:
+            inside += poison_owners(stored, tail)
+            continue
         for owner, base in enumerate(stored.map.lengths):
             dead = torch.zeros(0, dtype=torch.bool) if tail is None else ~tail.live_BMW[owner // stored.map.heads, 0]
             keys, values = stored.rows.owner(owner, stored.rows.capacities[owner])
@@ -95,6 +124,25 @@ def poison_ragged(snapshot: Any) -> int:
                 buffer[base + dead.shape[0] :] = float("nan")
                 buffer[base : base + dead.shape[0]][dead] = 1e30
             inside += int(dead.sum())
+    return inside
+
+
+def poison_owners(stored: Any, tail: Any) -> int:
+    """As `poison_ragged`, behind the blocks of every owner; dead rows in blocks as in `poison_blocks`."""
+    inside, plain, first = 0, stored.rows.plain(), 0
+    for owner, (base, coded) in enumerate(zip(stored.map.lengths, stored.rows.coded, strict=True)):
+        dead = torch.zeros(base, dtype=torch.bool)
+        if tail is not None:
+            dead = torch.cat([dead, ~tail.live_BMW[owner // stored.map.heads, 0]])
+        for buffer in plain.owner(owner, plain.capacities[owner]):
+            buffer[dead.shape[0] - coded :] = float("nan")
+            buffer[: dead.shape[0] - coded][dead[coded:]] = 1e30
+        own = slice(first, first + stored.rows.blocks[owner])
+        first, in_blocks = own.stop, dead[:coded].view(-1, stored.rows.block_rows)
+        for store in (stored.rows.key_blocks, stored.rows.value_blocks):
+            store.codes_BSNGX[0, 0, own][in_blocks] = 127
+        stored.rows.value_blocks.scales[0, 0, own][in_blocks] = 1e30
+        inside += int(dead.sum())
     return inside
 
 

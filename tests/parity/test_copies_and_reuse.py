@@ -22,6 +22,7 @@ from helpers import (
     make_cache,
     policy_units,
     prompt,
+    quantized_units,
     tiny,
 )
 from torch import Tensor
@@ -29,7 +30,7 @@ from transformers import TextIteratorStreamer
 
 import hf_kvpolicy as kv
 
-CASES = [*policy_units(), ("full", {})]
+CASES = [*policy_units(), *quantized_units(), ("full", {})]
 MODES = {"inference": torch.inference_mode, "no_grad": torch.no_grad, "grad": nullcontext}
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*two prompt segments follow:UserWarning")
@@ -81,6 +82,8 @@ def test_a_copy_and_its_origin_do_not_see_each_other(case: tuple[str, dict[str, 
 @pytest.mark.parametrize("operation", ["reorder", "repeat", "select", "select_mask"])
 @pytest.mark.parametrize("family", ["llama_head_dim", "mistral_window"])
 def test_batch_operations_equal_separate_rows(case: tuple[str, dict[str, Any]], operation: str, family: str) -> None:
+    if "quantize" in case[1]:
+        pytest.skip("a prompt shorter than the budget is quantized in other blocks than alone: see test_quantized.py")
     model = tiny(family)
     prompts = [prompt(n, seed=n) for n in (30, 3, 16)]
     ids, mask = left_padded(prompts)

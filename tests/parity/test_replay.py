@@ -18,6 +18,7 @@ from helpers import (
     make_cache,
     policy_units,
     prompt,
+    quantized_units,
     small_options,
     tiny,
 )
@@ -25,7 +26,8 @@ from helpers import (
 import hf_kvpolicy as kv
 from hf_kvpolicy.replay import CapturedPrompt, can_replay, capture_prompt, replay_prompt
 
-CASES = [("full", {}), *(case for case in policy_units() if case[0] not in (*PRUNING, *TRAINED))]
+UNREPLAYED = (*PRUNING, *TRAINED)
+CASES = [("full", {}), *(case for case in policy_units() if case[0] not in UNREPLAYED), *quantized_units()]
 
 
 def made(name: str, model: Any, options: dict[str, Any]) -> Any:

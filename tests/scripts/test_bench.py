@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_lib import answer
+from bench_lib import answer, quantized
 from bench_lib.curve import CONTROL, curve_measures, tenths
 from bench_lib.memory import dynamic_cache_bytes, formula_bytes
 from bench_lib.models import POLICIES, RAGGED, stock_twin
@@ -134,6 +134,17 @@ def test_an_answer_is_compared_at_equal_rows(monkeypatch: pytest.MonkeyPatch) ->
     assert measure.details["rounds"] == 2
     rows = int(measure.name.split()[1])
     assert 100 < rows < 90 + 40 + 8
+
+
+def test_quantized_rows_are_measured_against_rows_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("ROWS", 96), ("PROMPT_TOKENS", 130), ("LONG_PROMPT_TOKENS", 600), ("POLICIES", ("snapkv",))):
+        monkeypatch.setattr(quantized, name, value)
+    with torch.inference_mode():
+        int8, int4, held = quantized.quantized_measures("cpu", torch.float32, [1], rounds=2)
+    assert (int8.target, int4.target) == (1.3, None)
+    assert 0 < held.value < 96 / 600
+    assert held.value == pytest.approx(1 / held.details["times smaller"])
+    assert held.details["full cache"] == 8 * 3 * 600 * 2 * 64 * 2
 
 
 def test_stock_twin_shares_weights_but_not_the_config(model: LlamaForCausalLM) -> None:

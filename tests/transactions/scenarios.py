@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from helpers import PRUNING, forward, left_padded, make_cache, policy_units, prompt, small_options, tiny
+from helpers import (
+    PRUNING,
+    forward,
+    left_padded,
+    make_cache,
+    policy_units,
+    prompt,
+    quantized_units,
+    small_options,
+    tiny,
+)
 from torch import Tensor
 
 from hf_kvpolicy.config import policy_options
@@ -22,7 +32,8 @@ def _is_double(name: str, options: dict[str, Any]) -> bool:
     return name in ("sliding_window", "streaming_llm") and options.get("unit", "token") != "token"
 
 
-CASES: list[Case] = [("full", {}), *(case for case in policy_units() if not _is_double(*case))]
+QUANTIZED = [case for case in quantized_units() if case[0] in ("snapkv", "h2o", "streaming_llm")]
+CASES: list[Case] = [("full", {}), *(case for case in policy_units() if not _is_double(*case)), *QUANTIZED]
 CHUNKED: list[Case] = [
     (name, {**options, "chunked_prefill": "hold"})
     for name, options in CASES

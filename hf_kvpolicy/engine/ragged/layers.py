@@ -101,6 +101,13 @@ class RaggedForward(Step):
         """Return the tensors of buffers that this forward made."""
         return [t for layer, rows in self.buffers.items() if self.is_new_buffer(layer) for t in rows.tensors()]
 
+    def note_view(self, layer: int) -> None:
+        """As `note_transient`, of what a layer's attention read where that was made for it."""
+        rows = self.buffers[layer]
+        if rows.coded_slots:
+            behind = self.tail_after.width
+            self.note_transient(sum(length + behind for length in self.base(layer).lengths) * rows.row_bytes)
+
     def admit(self, backend: str) -> None:
         """Refuse a backend that could not read what this forward will store, before anything is stored."""
         admit_ragged(backend)

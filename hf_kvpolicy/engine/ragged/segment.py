@@ -81,6 +81,8 @@ class RaggedSegmentStep(RaggedSelection):
             # Rows of a later prompt lie in buffers that are counted anyway.
             new = (step.keys, step.values) if not self.snapshot.frontier.columns else ()
             layer_bytes = sum(part.numel() * part.element_size() for part in new)
+            if self.snapshot.frontier.columns:
+                self.note_view(layer)
             self.note_transient(max(layer_bytes, self.decider.held_bytes) + self.decider.workspace_bytes)
             if not self.decider.held_bytes:
                 self.buffers.pop(layer, None)

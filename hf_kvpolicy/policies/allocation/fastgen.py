@@ -17,7 +17,7 @@ above it are no choice; where none is left, and for a full head that reaches it,
 then the oldest of the newest rows, then special tokens. The authors released no code; a reproduction keeps larger parts
 in decode than it profiled, which is not followed.
 Not supported: `variant="reference"`, `unit="layer"` and `unit="token"` (policies differ by head), `inputs_embeds`
-without `input_ids`.
+without `input_ids`, quantized rows.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ class FastGenCache(PolicyCache):
         chunked_prefill: str | None = None,
         variant: str = "paper",
         fallback: str | None = None,
+        quantize: str | None = None,
+        block_rows: int = 32,
     ) -> None:
         """Make an empty cache.
 
@@ -81,6 +83,8 @@ class FastGenCache(PolicyCache):
             protect: token positions that every head keeps.
             on_append: what a later prompt segment does: "recompress" (profile again) or "append" (keep the profile).
             chunked_prefill: "hold" (one profile at the end) or "bounded" for a prompt fed in chunks.
+            quantize: None; its rows are not quantized.
+            block_rows: of no effect here.
 
         Raises:
             BudgetError: protected rows leave no row of the budget.
@@ -102,6 +106,8 @@ class FastGenCache(PolicyCache):
             "chunked_prefill": chunked_prefill,
             "variant": variant,
             "fallback": fallback,
+            "quantize": quantize,
+            "block_rows": block_rows,
         }
         own = {
             "recovery": recovery,

@@ -61,6 +61,8 @@ class HeadKVCache(PolicyCache):
         chunked_prefill: str | None = None,
         variant: str = "paper",
         fallback: str | None = None,
+        quantize: str | None = None,
+        block_rows: int = 32,
     ) -> None:
         """Make an empty cache.
 
@@ -79,6 +81,8 @@ class HeadKVCache(PolicyCache):
             protect: token positions that always stay, inside the budget.
             on_append: what a later prompt segment does: "recompress" everything to the budget, or "append".
             chunked_prefill: "hold" or "bounded" for a prompt fed in chunks.
+            quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
+            block_rows: rows of a block; as many of the newest rows, up to three times as many, are not quantized.
 
         Raises:
             BudgetError: the budget is not larger than window and protected rows.
@@ -98,6 +102,8 @@ class HeadKVCache(PolicyCache):
             "chunked_prefill": chunked_prefill,
             "variant": variant,
             "fallback": fallback,
+            "quantize": quantize,
+            "block_rows": block_rows,
         }
         own = {
             "window": window,

@@ -17,7 +17,8 @@ with the answer's first one. n are the rows of the first layer, as in the code's
 tokens seen. Attention is kept as two sums a row, not as a matrix; `group="max"` is taken per query in decode.
 Not supported: `variant="reference"`, other units than "layer", `chunked_prefill="hold"`; where tokens of a prompt are
 dropped: full logits, labels, output_hidden_states; past recording (assisted decoding, prompt lookup) unless nothing is
-dropped and `decode_block=None`; taking back a part of an answer that is chosen from.
+dropped and `decode_block=None`; taking back a part of an answer that is chosen from; quantized
+rows.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class PyramidInferCache(PolicyCache):
         chunked_prefill: str | None = None,
         variant: str = "paper",
         fallback: str | None = None,
+        quantize: str | None = None,
+        block_rows: int = 32,
     ) -> None:
         """Make an empty cache.
 
@@ -84,6 +87,8 @@ class PyramidInferCache(PolicyCache):
             on_append: what a later prompt segment does: "recompress" prunes it together with what is held, "append"
                 keeps it whole.
             chunked_prefill: "bounded" for a prompt fed in chunks, each of which is pruned on its own.
+            quantize: None; its rows are not quantized.
+            block_rows: of no effect here.
 
         Raises:
             BudgetError: the budget does not leave a row to choose.
@@ -105,6 +110,8 @@ class PyramidInferCache(PolicyCache):
             "chunked_prefill": chunked_prefill,
             "variant": variant,
             "fallback": fallback,
+            "quantize": quantize,
+            "block_rows": block_rows,
         }
         own = {
             "decay": decay,

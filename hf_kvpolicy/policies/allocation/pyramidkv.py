@@ -47,6 +47,8 @@ class PyramidKVCache(PolicyCache):
         chunked_prefill: str | None = None,
         variant: str = "paper",
         fallback: str | None = None,
+        quantize: str | None = None,
+        block_rows: int = 32,
     ) -> None:
         """Make an empty cache.
 
@@ -62,6 +64,8 @@ class PyramidKVCache(PolicyCache):
             protect: token positions that always stay, inside the budget.
             on_append: what a later prompt segment does: "recompress" everything to the budget, or "append".
             chunked_prefill: "hold" or "bounded" for a prompt fed in chunks.
+            quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
+            block_rows: rows of a block; as many of the newest rows, up to three times as many, are not quantized.
 
         Raises:
             BudgetError: the budget is not larger than window and protected rows.
@@ -81,6 +85,8 @@ class PyramidKVCache(PolicyCache):
             "chunked_prefill": chunked_prefill,
             "variant": variant,
             "fallback": fallback,
+            "quantize": quantize,
+            "block_rows": block_rows,
         }
         own = {"window": window, "beta": beta, "kernel_size": kernel_size, "pooling": pooling}
         composition = compose(

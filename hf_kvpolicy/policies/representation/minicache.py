@@ -28,7 +28,7 @@ from typing import Any
 
 from ...attach import model_and_config
 from ...engine import Composition
-from ...errors import ConfigError, UnsupportedModelError
+from ...errors import ConfigError, ManifestError, UnsupportedModelError
 from ...evidence import Recency
 from ...geometry import CacheGeometry
 from ...registry import register_policy
@@ -49,6 +49,7 @@ class MiniCache(PolicyCache):
         start_layer: int | None = None,
         interpolation: float = 0.6,
         retention: float = 0.05,
+        quantize: str | None = None,
     ) -> None:
         """Make an empty cache.
 
@@ -57,11 +58,14 @@ class MiniCache(PolicyCache):
             start_layer: the first layer that may be merged; None starts in the middle of the model.
             interpolation: where the shared direction lies on the arc from the lower layer's (0) to the deeper's (1).
             retention: share of a prompt's rows that are kept as they were, in [0, 1]; 1 merges nothing.
+            quantize: None; merged rows are not coded in few bits.
 
         Raises:
             ConfigError: an option is outside its range.
+            ManifestError: merged rows were to be quantized.
             UnsupportedModelError: no two layers of one geometry follow one another from `start_layer` on.
         """
+        _refuse_quantized(quantize)
         check_ratio("minicache", "interpolation", interpolation)
         check_ratio("minicache", "retention", retention)
         geometry = CacheGeometry.from_config(model_and_config(model_or_config)[1])
@@ -85,13 +89,14 @@ class MiniCache(PolicyCache):
             interpolation=float(interpolation),
             retention=float(retention),
         )
+        own = {"start_layer": start_layer, "interpolation": interpolation, "retention": retention}
         composition = Composition(
             policy="minicache",
             schedule="never",
             evidence=Recency(),
             unit="token",
             representation=representation,
-            options={"start_layer": start_layer, "interpolation": interpolation, "retention": retention},
+            options={**own, "quantize": quantize},
         )
         super().__init__(model_or_config, composition)
 
@@ -99,3 +104,12 @@ class MiniCache(PolicyCache):
     def neutral(total_rows: int) -> dict[str, Any]:
         """Return options under which this policy equals `DynamicCache`."""
         return {"start_layer": 0, "retention": 1.0}
+
+
+def _refuse_quantized(quantize: str | None) -> None:
+    if quantize is not None:
+        raise ManifestError(
+            f"minicache: quantize={quantize!r} does not say which of shared directions, magnitudes and exceptions "
+            "are quantized, and each is another approximation (0x0DD). Leave it out, or quantize a policy that "
+            "keeps rows as they are, such as full or snapkv."
+        )

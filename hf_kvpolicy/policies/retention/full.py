@@ -13,7 +13,7 @@ from typing import Any
 from ...engine import Composition
 from ...evidence import Recency
 from ...registry import register_policy
-from ..base import ModelOrConfig, PolicyCache
+from ..base import ModelOrConfig, PolicyCache, row_representation
 
 __all__ = ["FullCache"]
 
@@ -22,9 +22,25 @@ __all__ = ["FullCache"]
 class FullCache(PolicyCache):
     """Keeps everything; equals `DynamicCache`, with the ledger and the transaction of all other policies."""
 
-    def __init__(self, model_or_config: ModelOrConfig) -> None:
-        """Make an empty cache for a model (attaching it) or a config."""
-        composition = Composition(policy="full", schedule="never", evidence=Recency(), unit="token")
+    def __init__(self, model_or_config: ModelOrConfig, *, quantize: str | None = None, block_rows: int = 32) -> None:
+        """Make an empty cache.
+
+        Args:
+            model_or_config: a model (it is attached) or a config.
+            quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
+            block_rows: rows of a block; as many of the newest rows (fewer than twice as many) are not quantized.
+
+        Raises:
+            ConfigError: an option is outside its range.
+        """
+        composition = Composition(
+            policy="full",
+            schedule="never",
+            evidence=Recency(),
+            unit="token",
+            representation=row_representation("full", quantize, block_rows),
+            options={"quantize": quantize, "block_rows": block_rows},
+        )
         super().__init__(model_or_config, composition)
 
     @staticmethod

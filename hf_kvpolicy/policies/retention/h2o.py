@@ -43,6 +43,8 @@ class H2OCache(PolicyCache):
         chunked_prefill: str | None = None,
         variant: str = "paper",
         fallback: str | None = None,
+        quantize: str | None = None,
+        block_rows: int = 32,
     ) -> None:
         """Make an empty cache.
 
@@ -56,6 +58,8 @@ class H2OCache(PolicyCache):
             protect: token positions that always stay (for example range(4), or the system prompt).
             grace: rows younger than this many tokens are never dropped.
             chunked_prefill: "hold" or "bounded" for a prompt fed in chunks.
+            quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
+            block_rows: rows of a block; as many of the newest rows (fewer than twice as many) are not quantized.
 
         Raises:
             BudgetError: recent and protected rows do not fit into the budget.
@@ -71,6 +75,8 @@ class H2OCache(PolicyCache):
             "chunked_prefill": chunked_prefill,
             "variant": variant,
             "fallback": fallback,
+            "quantize": quantize,
+            "block_rows": block_rows,
         }
         own = {"recent_ratio": recent_ratio, "normalize": normalize, "grace": grace}
         composition = compose(

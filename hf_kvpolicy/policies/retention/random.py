@@ -39,6 +39,8 @@ class RandomCache(PolicyCache):
         chunked_prefill: str | None = None,
         variant: str = "paper",
         fallback: str | None = None,
+        quantize: str | None = None,
+        block_rows: int = 32,
     ) -> None:
         """Make an empty cache.
 
@@ -49,6 +51,8 @@ class RandomCache(PolicyCache):
             seed: fixes every draw.
             unit: "head", "layer" or "token": who shares one set.
             protect: token positions that always stay, inside the budget.
+            quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
+            block_rows: rows of a block; as many of the newest rows (fewer than twice as many) are not quantized.
 
         Raises:
             BudgetError: the budget is not larger than window and protected rows.
@@ -62,6 +66,8 @@ class RandomCache(PolicyCache):
             "chunked_prefill": chunked_prefill,
             "variant": variant,
             "fallback": fallback,
+            "quantize": quantize,
+            "block_rows": block_rows,
         }
         own = {"window": window, "seed": seed}
         composition = compose(

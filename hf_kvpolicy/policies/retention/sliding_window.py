@@ -38,6 +38,8 @@ class SlidingWindowCache(PolicyCache):
         unit: str = "token",
         variant: str = "paper",
         fallback: str | None = None,
+        quantize: str | None = None,
+        block_rows: int = 32,
     ) -> None:
         """Make an empty cache.
 
@@ -45,6 +47,8 @@ class SlidingWindowCache(PolicyCache):
             model_or_config: a model (it is attached) or a config.
             budget: rows per KV head, share of the prompt, or bytes.
             protect: token positions that always stay, inside the budget.
+            quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
+            block_rows: rows of a block; as many of the newest rows (fewer than twice as many) are not quantized.
 
         Raises:
             BudgetError: the budget is not positive, or protected rows fill it.
@@ -58,6 +62,8 @@ class SlidingWindowCache(PolicyCache):
             "chunked_prefill": chunked_prefill,
             "variant": variant,
             "fallback": fallback,
+            "quantize": quantize,
+            "block_rows": block_rows,
         }
         composition = compose("sliding_window", common, schedule="every_step", evidence=Recency())
         super().__init__(model_or_config, composition)

@@ -45,6 +45,8 @@ class SnapKVCache(PolicyCache):
         chunked_prefill: str | None = None,
         variant: str = "paper",
         fallback: str | None = None,
+        quantize: str | None = None,
+        block_rows: int = 32,
     ) -> None:
         """Make an empty cache.
 
@@ -60,6 +62,8 @@ class SnapKVCache(PolicyCache):
             protect: token positions that always stay, inside the budget (for example the system prompt).
             on_append: what a later prompt segment does: "recompress" everything to the budget, or "append".
             chunked_prefill: "hold" or "bounded" for a prompt fed in chunks.
+            quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
+            block_rows: rows of a block; as many of the newest rows (fewer than twice as many) are not quantized.
 
         Raises:
             BudgetError: the budget is not larger than window and protected rows.
@@ -74,6 +78,8 @@ class SnapKVCache(PolicyCache):
             "chunked_prefill": chunked_prefill,
             "variant": variant,
             "fallback": fallback,
+            "quantize": quantize,
+            "block_rows": block_rows,
         }
         own = {"window": window, "kernel_size": kernel_size, "pooling": pooling, "owner": owner}
         composition = compose(

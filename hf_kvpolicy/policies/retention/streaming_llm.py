@@ -43,6 +43,8 @@ class StreamingLLMCache(PolicyCache):
         unit: str = "token",
         variant: str = "paper",
         fallback: str | None = None,
+        quantize: str | None = None,
+        block_rows: int = 32,
     ) -> None:
         """Make an empty cache.
 
@@ -52,6 +54,8 @@ class StreamingLLMCache(PolicyCache):
             sinks: first tokens that always stay.
             positions: "cache_local" (paper) or "original".
             protect: further token positions that always stay, inside the budget.
+            quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
+            block_rows: rows of a block; as many of the newest rows (fewer than twice as many) are not quantized.
 
         Raises:
             BudgetError: the budget is not positive, or sinks and protected rows fill it.
@@ -66,6 +70,8 @@ class StreamingLLMCache(PolicyCache):
             "chunked_prefill": chunked_prefill,
             "variant": variant,
             "fallback": fallback,
+            "quantize": quantize,
+            "block_rows": block_rows,
         }
         own = {"sinks": sinks, "positions": positions}
         composition = compose(

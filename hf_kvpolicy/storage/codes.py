@@ -1,0 +1,175 @@
+"""Numbers in few bits: codes, scales and zeros of blocks of rows.
+
+A number x of a group is stored as the signed integer c = round((x - zero) / scale) and read as zero + scale * c. Keys
+share scale and zero along a block's rows, so each channel has its own range; values share them along their channels, so
+each row has (Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", arXiv 2402.02750, section 3).
+The scale covers the group's range from the zero that is stored, so no code is clipped and x is off by half a scale at
+most, and by the rounding of the result into the rows' dtype.
+
+Letters: B batch rows, S stored heads, N blocks, G rows of a block, D head dimension, X bytes of a row's codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .dense import stored_tensors
+
+__all__ = ["CHANNEL_AXIS", "CODE_BITS", "ROW_AXIS", "CodedTensor", "code_bytes", "in_blocks"]
+
+CODE_BITS = (8, 4)
+# The axis that shares a scale: a block's rows for keys, a row's channels for values.
+ROW_AXIS, CHANNEL_AXIS = -2, -1
+
+
+def code_bytes(dim: int, bits: int) -> int:
+    """Return the bytes of one row's codes: a byte each, or two 4-bit codes a byte."""
+    return dim if bits == 8 else -(-dim // 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CodedTensor:
+    """Keys, or values, of N blocks of one layer. Immutable: a block is never written once it is made."""
+
+    codes_BSNGX: (
+        Tensor  # int8; at 4 bits the first half of the channels lies in the low nibbles, the second in the high
+    )
+    # [B, S, N, 1, D] where a block's rows share them, [B, S, N, G, 1] where a row's channels do; in the rows' dtype.
+    scales: Tensor
+    zeros: Tensor
+    bits: int
+    dim: int
+    axis: int
+
+    @classmethod
+    def encode(cls, rows_BSNGD: Tensor, live_BSNG: Tensor, *, bits: int, axis: int) -> CodedTensor:
+        """Code blocks of rows; what lies in a dead slot widens no range and is coded as 0."""
+        dtype, live = rows_BSNGD.dtype, live_BSNG[..., None]
+        wide = torch.promote_types(dtype, torch.float32)
+        with stored_tensors():
+            numbers = rows_BSNGD.to(wide)
+            low = torch.where(live, numbers, torch.inf).amin(axis, keepdim=True)
+            high = torch.where(live, numbers, -torch.inf).amax(axis, keepdim=True)
+            empty = low > high
+            scales, zeros = _ranges(low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0), bits, dtype)
+            divisor = torch.where(scales > 0, scales, 1.0).to(wide)
+            lowest, highest = _extremes(bits)
+            codes = ((numbers - zeros.to(wide)) / divisor).round().clamp(lowest, highest)
+            codes = torch.where(live, codes, 0.0).to(torch.int8)
+            packed = codes if bits == 8 else _packed(codes)
+        return cls(codes_BSNGX=packed, scales=scales, zeros=zeros, bits=bits, dim=rows_BSNGD.shape[-1], axis=axis)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of each owner."""
+        return self.codes_BSNGX.shape[2]
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a block."""
+        return self.codes_BSNGX.shape[3]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row: its codes, and its scale and zero where it has its own."""
+        own_bytes = 2 * self.scales.element_size() if self.axis == CHANNEL_AXIS else 0
+        return self.codes_BSNGX.shape[4] + own_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block beside its rows: scales and zeros that these share."""
+        return 2 * self.dim * self.scales.element_size() if self.axis == ROW_AXIS else 0
+
+    def decode(self, out_BSNGD: Tensor) -> None:
+        """Write the numbers of all blocks, rounded once into the dtype of what they are written to."""
+        half = self.codes_BSNGX.shape[4]
+        if self.bits == 8:
+            _scaled(self.codes_BSNGX, self.zeros, self.scales, out_BSNGD)
+            return
+        # Shifting left and back gives the low nibble its sign.
+        parts = ((self.codes_BSNGX << 4) >> 4, self.codes_BSNGX >> 4)
+        for codes, channels in zip(parts, (slice(0, half), slice(half, self.dim)), strict=True):
+            own = channels if self.axis == ROW_AXIS else slice(None)
+            out = out_BSNGD[..., channels]
+            _scaled(codes[..., : out.shape[-1]], self.zeros[..., own], self.scales[..., own], out)
+
+    def decoded(self) -> Tensor:
+        """Return the numbers of all blocks, [B, S, N, G, D]."""
+        rows = self.zeros.new_empty((*self.codes_BSNGX.shape[:4], self.dim))
+        self.decode(rows)
+        return rows
+
+    def then(self, other: CodedTensor) -> CodedTensor:
+        """Return these blocks followed by others."""
+        parts = zip(self.tensors(), other.tensors(), strict=True)
+        return self.of([torch.cat(part, dim=2) for part in parts])
+
+    def block(self, index_BS: Tensor) -> CodedTensor:
+        """Return one block per owner, N = 1."""
+        return self.of([part.gather(2, _at(index_BS, part)) for part in self.tensors()])
+
+    def replaced(self, index_BS: Tensor, other: CodedTensor, where_BS: Tensor | None = None) -> CodedTensor:
+        """Return a copy with one block per owner replaced by the other's only block, of all owners or of some."""
+        parts = []
+        for part, new in zip(self.tensors(), other.tensors(), strict=True):
+            index = _at(index_BS, part)
+            if where_BS is not None:
+                new = torch.where(where_BS[:, :, None, None, None], new, part.gather(2, index))
+            parts.append(part.scatter(2, index, new))
+        return self.of(parts)
+
+    def of(self, tensors: Sequence[Tensor]) -> CodedTensor:
+        """Return blocks of these codes, scales and zeros."""
+        codes, scales, zeros = tensors
+        return replace(self, codes_BSNGX=codes, scales=scales, zeros=zeros)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return every tensor this object keeps alive."""
+        return self.codes_BSNGX, self.scales, self.zeros
+
+
+def in_blocks(part_BSWx: Tensor, block_rows: int) -> Tensor:
+    """Return slots of whole blocks as a view [B, S, N, G, ...]."""
+    shape = part_BSWx.shape
+    return part_BSWx.view(*shape[:2], -1, block_rows, *shape[3:])
+
+
+def _extremes(bits: int) -> tuple[int, int]:
+    return -(1 << (bits - 1)), (1 << (bits - 1)) - 1
+
+
+def _ranges(low: Tensor, high: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return scales and zeros, in the rows' dtype, that reach from the lowest number of a group to its highest."""
+    lowest, highest = _extremes(bits)
+    levels, limits = highest - lowest, torch.finfo(dtype)
+    step = high / levels - low / levels
+    # The codes' middle is -1/2.
+    zeros = (low / 2 + high / 2 + step / 2).to(dtype)
+    stored = zeros.to(low.dtype)
+    reach = torch.maximum((high - stored) / highest, (stored - low) / -lowest)
+    # Rounded into the dtype it must not be shorter, subnormal or not.
+    margin = limits.eps + 4 * torch.finfo(low.dtype).eps
+    scales = (reach * (1 + margin) + limits.smallest_normal * limits.eps).to(dtype)
+    return torch.where(reach > 0, scales, 0.0).to(dtype), zeros
+
+
+def _packed(codes_BSNGD: Tensor) -> Tensor:
+    dim = codes_BSNGD.shape[-1]
+    half = code_bytes(dim, 4)
+    low, high = codes_BSNGD[..., :half], codes_BSNGD[..., half:]
+    if dim % 2:
+        high = torch.nn.functional.pad(high, (0, 1))
+    return (low & 15) | (high << 4)
+
+
+def _scaled(codes: Tensor, zeros: Tensor, scales: Tensor, out: Tensor) -> None:
+    out.copy_(codes)
+    torch.addcmul(zeros, out, scales, out=out)
+
+
+def _at(index_BS: Tensor, part_BSNxx: Tensor) -> Tensor:
+    return index_BS[:, :, None, None, None].expand(-1, -1, 1, *part_BSNxx.shape[3:])

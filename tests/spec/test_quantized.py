@@ -1,0 +1,347 @@
+"""Older rows in few bits: attention and choices see what is read back, and what it costs is counted to the byte."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    case_id,
+    forward,
+    generate,
+    kept_positions,
+    left_padded,
+    prompt,
+    quantized_units,
+    small_options,
+    tiny,
+)
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_kvpolicy as kv
+from hf_kvpolicy.storage import DenseRows, RaggedRows
+from hf_kvpolicy.storage.coded import CodedRows
+
+BLOCK = 4
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "snapkv": {"budget": 24, "window": 4, "kernel_size": 3},
+    "random": {"budget": 24, "window": 4},
+    "sliding_window": {"budget": 24},
+    "streaming_llm": {"budget": 24, "sinks": 3, "protect": [9, 45]},
+    "h2o": {"budget": 24, "recent_ratio": 0.25},
+    "keyformer": {"budget": 24, "recent_ratio": 0.25},
+    "scissorhands": {"budget": 24, "recent": 4, "history": 12},
+    "adakv": {"budget": 24, "window": 4, "kernel_size": 3, "alpha": 0.8},
+    "pyramidkv": {"budget": 24, "window": 4, "kernel_size": 3, "beta": 4},
+    "headkv": {"budget": 24, "window": 4, "kernel_size": 3, "profile": [[1.0, 6.0], [3.0, 0.0]]},
+    "zigzagkv": {"budget": 24, "window": 4, "kernel_size": 3},
+}
+UNITS = [("h2o", {"unit": "layer"}), ("h2o", {"unit": "token"}), ("snapkv", {"owner": "query_head"})]
+RAGGED = ("adakv", "pyramidkv", "headkv", "zigzagkv")
+CASES = [*((name, {}) for name in OPTIONS), *UNITS]
+
+
+def quantized(name: str, model: Any, bits: str = "int8", **options: Any) -> Any:
+    return kv.make_cache(name, model, **OPTIONS[name] | options | {"quantize": bits, "block_rows": BLOCK})
+
+
+def held_as_read(cache: Any, model: Any, name: str, options: dict[str, Any]) -> Any:
+    """Return a cache of the same policy that holds in full precision what this one reads."""
+    plain = kv.make_cache(name, model, **OPTIONS[name] | options)
+    snapshot, read, ragged = cache._runtime.snapshot, [], []
+    for layer in snapshot.ragged:
+        flat = layer.rows.flat()
+        held = RaggedRows.allocate(*flat, layer.rows.capacities, layer.rows.heads)
+        held.keys_ND.copy_(flat[0])
+        held.values_ND.copy_(flat[1])
+        ragged.append(replace(layer, rows=held))
+    for rows in snapshot.rows:
+        keys, values = (part.clone() for part in rows.view(snapshot.width))
+        pinned = rows.pinned_keys_BSPD
+        read.append(DenseRows(keys_BSCD=keys, values_BSCD=values, pinned_keys_BSPD=pinned))
+    become(plain, cache, replace(snapshot, rows=tuple(read), ragged=tuple(ragged)))
+    return plain
+
+
+def become(cache: Any, origin: Any, snapshot: Any) -> None:
+    """Hold a snapshot, as a cache does that is loaded."""
+    runtime = origin._runtime
+    cache._runtime.restore(
+        snapshot,
+        highest=runtime.clock.highest,
+        parent=runtime.parent,
+        statistics=runtime.statistics,
+        recording=False,
+        recorded_any=False,
+    )
+
+
+def rows_of(cache: Any) -> tuple[Any, ...]:
+    snapshot = cache._runtime.snapshot
+    return snapshot.rows or tuple(layer.rows for layer in snapshot.ragged)
+
+
+@pytest.mark.proves("quantized")
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "mistral_window"])
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_attention_and_choices_see_what_is_read(case: tuple[str, dict[str, Any]], family: str, bits: str) -> None:
+    """Each forward equals that of a cache which holds what is read back, as it is: logits, and the rows that stay."""
+    name, options = case
+    model = tiny(family)
+    cache = quantized(name, model, bits, **options)
+    coded = 0
+    with torch.no_grad():
+        forward(model, prompt(40), cache)
+        for step, width in enumerate([1] * 18 + [7] + [1] * 6):
+            plain, ids = held_as_read(cache, model, name, options), prompt(width, step)
+            expected = forward(model, ids, plain)
+            torch.testing.assert_close(forward(model, ids, cache), expected, atol=1e-5, rtol=1e-4)
+            assert kept_positions(cache) == kept_positions(plain)
+            cache.check_integrity()
+            coded = max(coded, *(rows.coded_slots for rows in rows_of(cache)))
+    assert coded >= 8
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c[0] not in ("full", *RAGGED)], ids=case_id)
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_every_row_is_near_what_the_model_made(case: tuple[str, dict[str, Any]], bits: str) -> None:
+    """Rows of the first layer depend on tokens alone: after a prompt each is off by half a step, as is its channel."""
+    name, options = case
+    model = tiny("llama")
+    cache, full = quantized(name, model, bits, **options | small_positions(name)), kv.FullCache(model)
+    with torch.no_grad():
+        for each in (cache, full):
+            forward(model, prompt(40), each)
+    rows, snapshot = rows_of(cache)[0], cache._runtime.snapshot
+    assert isinstance(rows, CodedRows)
+    table = snapshot.full_map(0)
+    made = rows_of(full)[0].view(40)
+    for part, read, blocks in zip(made, rows.view(snapshot.width), (rows.key_blocks, rows.value_blocks), strict=True):
+        repeats = read.shape[1] // part.shape[1]
+        for head in range(read.shape[1]):
+            mapped = head if table.map_heads > 1 else 0
+            tokens = table.tokens_BMW[0, mapped].long()
+            off = (read[0, head] - part[0, head // repeats, tokens]).abs()
+            steps = blocks.scales[0, head].expand(-1, BLOCK, blocks.dim).reshape(-1, blocks.dim)
+            live = table.live_BMW[0, mapped]
+            coded = slice(rows.pinned, rows.pinned + rows.coded_slots)
+            assert (off[coded][live[coded]] <= steps[live[coded]] / 2 + 1e-5).all()
+            off[coded] = 0
+            assert not off[live].any(), "the newest rows are as they were"
+
+
+def small_positions(name: str) -> dict[str, Any]:
+    return {"positions": "original"} if name == "streaming_llm" else {}
+
+
+def test_sinks_are_not_quantized() -> None:
+    model = tiny("llama")
+    cache, plain = (
+        quantized("streaming_llm", model, "int4"),
+        kv.make_cache("streaming_llm", model, **OPTIONS["streaming_llm"]),
+    )
+    for each in (cache, plain):
+        generate(model, prompt(40), each, 12)
+    for ours, theirs in zip(rows_of(cache)[:1], rows_of(plain)[:1], strict=True):
+        assert isinstance(ours, CodedRows)
+        assert ours.pinned == 5
+        kept = [0, 1, 2, 3]  # three sinks and token 9: none is a token that was generated
+        assert torch.equal(ours.pinned_keys_BSPD[:, :, kept], theirs.pinned_keys_BSPD[:, :, kept])
+        assert torch.equal(ours.values_BSCD[:, :, kept], theirs.values_BSCD[:, :, kept])
+
+
+# -- blocks that are used again ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["h2o", "keyformer", "sliding_window", "streaming_llm"])
+def test_blocks_do_not_pile_up(name: str) -> None:
+    model = tiny("llama")
+    cache, most = quantized(name, model), 0
+    with torch.no_grad():
+        forward(model, prompt(40), cache)
+        for step in range(150):
+            forward(model, prompt(1, step), cache)
+            most = max(most, rows_of(cache)[0].coded_slots // BLOCK)
+    cache.check_integrity()
+    # All blocks of an owner but one are more than half live where another is added.
+    assert most <= 24 // (BLOCK // 2 + 1) + 2
+    if name == "sliding_window":
+        assert most <= 24 // BLOCK + 1
+    assert cache.ledger().payload_rows == 2 * 2 * 24
+
+
+def test_a_budget_within_the_residual_is_never_quantized() -> None:
+    model = tiny("llama")
+    cache, plain = (kv.H2OCache(model, budget=8, **o) for o in ({"quantize": "int4"}, {}))
+    assert torch.equal(generate(model, prompt(40), cache, 80), generate(model, prompt(40), plain, 80))
+    assert not any(rows.coded_slots for rows in rows_of(cache))
+    assert cache._runtime.snapshot.width < 64
+
+
+# -- transactions and life --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", quantized_units(), ids=case_id)
+def test_padded_rows_over_the_budget_equal_each_alone(case: tuple[str, dict[str, Any]]) -> None:
+    """Where every row of a batch fills its budget, blocks lie as they do alone; elsewhere they hold other rows."""
+    if case[0] == "full":
+        pytest.skip("nothing bounds its rows, so that blocks lie at other rows than alone")
+    name, options = case
+    model, prompts = tiny("llama"), [prompt(n, seed=n) for n in (30, 14, 21)]
+    batch = kv.make_cache(name, model, **options)
+    ids, mask = left_padded(prompts)
+    together = generate(model, ids, batch, 9, attention_mask=mask)[:, ids.shape[1] :]
+    for row, alone in enumerate(prompts):
+        solo = kv.make_cache(name, model, **options)
+        assert torch.equal(generate(model, alone, solo, 9)[0, alone.shape[1] :], together[row])
+        assert kept_positions(batch, row) == kept_positions(solo)
+
+
+@pytest.mark.parametrize("name", ["full", "snapkv"])
+def test_crop_takes_back_what_came_after_the_last_block(name: str) -> None:
+    model = tiny("llama")
+    cache, never = quantized(name, model), quantized(name, model)
+    with torch.no_grad():
+        for each in (cache, never):
+            forward(model, prompt(39), each)
+        while cache._runtime.snapshot.evicted_at_column != cache.get_seq_length() or cache.get_seq_length() < 41:
+            forward(model, prompt(1, 1), cache)
+            forward(model, prompt(1, 1), never)
+        for step in range(BLOCK - 1):
+            forward(model, prompt(1, 2 + step), cache)
+        cache.crop(-(BLOCK - 1))
+        for step in range(6):
+            ids = prompt(1, 20 + step)
+            assert torch.equal(forward(model, ids, cache), forward(model, ids, never))
+        with pytest.raises(kv.StaleGenerationError, match=r"quantized or merged for good .*activate_past_recording"):
+            cache.crop(-(2 * BLOCK))
+    cache.check_integrity()
+
+
+def test_waiting_tokens_are_not_quantized() -> None:
+    model = tiny("llama")
+    cache = quantized("full", model)
+    cache.activate_past_recording()
+    forward(model, prompt(30), cache)
+    forward(model, prompt(9), cache)
+    assert cache._runtime.waiting.snapshot.rows[0].coded_slots < 32
+    cache.crop(-9)
+    assert rows_of(cache)[0].coded_slots == 24
+    cache.check_integrity()
+
+
+def test_a_store_of_another_precision_is_unsound(tmp_path: Path) -> None:
+    model = tiny("llama")
+    cache = quantized("snapkv", model)
+    generate(model, prompt(40), cache, 3)
+    for options in ({"quantize": "int4", "block_rows": BLOCK}, {"quantize": "int8", "block_rows": 2}, {}):
+        other = kv.make_cache("snapkv", model, **OPTIONS["snapkv"] | options)
+        assert other.manifest != cache.manifest
+        become(other, cache, cache._runtime.snapshot)
+        with pytest.raises(kv.IntegrityError, match="coded in 8 bits"):
+            other.check_integrity()
+    cache.save_pretrained(tmp_path / "cache")
+    assert kv.load_cache(tmp_path / "cache", model).manifest == cache.manifest
+
+
+# -- what it means, and what is refused -------------------------------------------------------------------------------
+
+
+def test_the_manifest_names_what_is_quantized() -> None:
+    config = tiny("llama").config
+    model = tiny("llama")
+    record = quantized("snapkv", model, "int4").manifest.to_dict()["representation_contract"]
+    assert record == {
+        "rows": "quantized_rows",
+        "semantic_class": "lossy_subset",
+        "consumer_schema": None,
+        "quantization": {
+            "code": "int4",
+            "block_rows": BLOCK,
+            "key_groups": "channel_of_block",
+            "value_groups": "row",
+            "parameter_dtype": "float32",
+            "full_precision_rows": BLOCK,
+            "full_precision_sinks": False,
+        },
+    }
+    full = quantized("full", model)
+    assert full.manifest.representation_contract.semantic_class == "lossy_quantized"
+    forward(model, prompt(9), full)
+    with pytest.raises(kv.ManifestError, match="lossy_quantized"):
+        full.prefix_digest(range(9))
+    plain = kv.SnapKVCache(model, budget=8, window=3).manifest.to_dict()["representation_contract"]
+    assert "quantization" not in plain
+    manifest = quantized("snapkv", model).manifest
+    assert type(manifest).from_dict(manifest.to_dict()) == manifest
+    assert kv.make_cache("snapkv", config, budget=8, window=3).composition.representation.name == "original_kv_rows"
+
+
+NOT_QUANTIZED = ["fastgen", "pyramidinfer"]
+
+
+@pytest.mark.proves("quantized", family="llama", refused=True)
+@pytest.mark.parametrize("name", NOT_QUANTIZED)
+def test_ragged_rows_that_leave_one_by_one_are_not_quantized(name: str) -> None:
+    with pytest.raises(kv.ManifestError, match=r"are not quantized\. Leave quantize out, or use .* snapkv or adakv"):
+        kv.make_cache(name, tiny("llama").config, **small_options(name), quantize="int8")
+
+
+@pytest.mark.proves("quantized", policy="minicache", family="llama", refused=True)
+def test_merged_rows_are_not_quantized() -> None:
+    with pytest.raises(kv.ManifestError, match="directions, magnitudes and exceptions"):
+        kv.MiniCache(tiny("llama").config, quantize="int4")
+
+
+@pytest.mark.parametrize("name", ["full", "snapkv"])
+def test_wrong_options(name: str) -> None:
+    config, options = tiny("llama").config, OPTIONS[name]
+    for wrong, match in (
+        ({"quantize": "int2"}, r"quantize='int2' is unknown; allowed are .* Did you mean"),
+        ({"quantize": "int8", "block_rows": 0}, "block_rows is a number of rows from 1 on; got 0"),
+        ({"block_rows": -4}, "Give 32 or 64"),
+    ):
+        with pytest.raises(kv.ConfigError, match=match):
+            kv.make_cache(name, config, **options | wrong)
+    with pytest.raises(kv.BudgetError, match="Give rows, or a share of the prompt"):
+        kv.SnapKVCache(config, budget="1MiB", quantize="int8")
+
+
+# -- what it costs ----------------------------------------------------------------------------------------------------
+
+
+def wide(head_dim: int) -> Any:
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=head_dim, max_position_embeddings=8192,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+@pytest.mark.parametrize(("bits", "head_dim", "least"), [("int4", 64, 18), ("int4", 128, 18), ("int8", 64, 11)])
+def test_bytes_right_after_a_long_prompt(bits: str, head_dim: int, least: float) -> None:
+    """SnapKV 512 of 4,096 tokens: what is held against the full cache, by formula and as measured."""
+    model, tokens, kept, block = wide(head_dim), 4096, 512, 32
+    cache = kv.SnapKVCache(model, budget=kept, quantize=bits)
+    with torch.inference_mode():
+        forward(model, prompt(tokens), cache, logits_to_keep=1)
+    ledger, owners = cache.ledger(), 2
+    residual = 32
+    coded = kept - residual
+    codes = coded * 2 * head_dim * (1 if bits == "int8" else 0.5)
+    scales = 2 * 2 * head_dim * coded // block + 2 * 2 * coded
+    payload = owners * (codes + scales + residual * 2 * head_dim * 2)
+    full = owners * tokens * 2 * head_dim * 2
+    assert ledger.payload_bytes == payload
+    assert ledger.full_payload_bytes == full
+    # Columns and token positions, int32 each, and a byte that says that a row lives.
+    maps = ledger.positions_bytes + ledger.validity_bytes
+    assert maps == owners * kept * (4 + 4 + 1)
+    assert ledger.declared_bytes == ledger.measured_bytes == payload + maps + ledger.slack_bytes
+    assert ledger.slack_bytes == owners * (2 * block - residual) * 2 * head_dim * 2
+    assert full / (payload + maps) >= least
