@@ -8,6 +8,7 @@ Letters: N rows of one owner, P rows of all owners, O owners.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ __all__ = [
     "PINNED",
     "PUNCTUATION",
     "SPECIAL",
+    "ProtectedParts",
     "are_open",
     "class_ranks",
     "keep_by_class",
@@ -36,50 +38,39 @@ _BEYOND = 1e30
 _PLACE_BITS = 36
 
 
-def row_classes(
-    tokens: Tensor,
-    is_special: Tensor,
-    is_punctuation: Tensor,
-    *,
-    sinks: int,
-    protect: Sequence[int],
-    newest_from: Tensor | int,
-    keeps_punctuation: Tensor | bool,
-) -> Tensor:
-    """Return the class of each row, int8; a row of several classes has the first.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ProtectedParts:
+    """What an owner protects besides special tokens."""
 
-    Args:
-        tokens: token positions.
-        sinks: how many of the first tokens are protected for ever.
-        protect: further token positions that are.
-        newest_from: first token position of the newest rows (per row, or for all).
-        keeps_punctuation: whether the row's owner keeps punctuation.
-    """
-    # Arithmetic on bytes costs a fraction of choosing by a mask, and this runs in every decode step.
-    above = (is_punctuation & keeps_punctuation).to(torch.int8) * (OPEN - PUNCTUATION)
-    above = torch.maximum(above, (tokens >= newest_from).to(torch.int8) * (OPEN - NEWEST))
+    # How many of the first tokens stay for ever, and further token positions that do.
+    sinks: int
+    protect: Sequence[int]
+    # First token position of the newest rows (per row, or for all).
+    newest_from: Tensor | int
+    # Whether the row's owner keeps punctuation.
+    punctuation: Tensor | bool
+
+    def pinned(self, tokens: Tensor) -> Tensor:
+        """Return which rows stay for ever, bool."""
+        pinned = tokens < self.sinks
+        if self.protect:
+            pinned |= torch.isin(tokens, torch.tensor(self.protect, device=tokens.device))
+        return pinned
+
+
+def row_classes(tokens: Tensor, is_special: Tensor, is_punctuation: Tensor, parts: ProtectedParts) -> Tensor:
+    """Return the class of each row, int8, by its token position and kind; a row of several classes has the first."""
+    # Arithmetic on bytes costs a fraction of choosing by a mask.
+    above = (is_punctuation & parts.punctuation).to(torch.int8) * (OPEN - PUNCTUATION)
+    above = torch.maximum(above, (tokens >= parts.newest_from).to(torch.int8) * (OPEN - NEWEST))
     above = torch.maximum(above, is_special.to(torch.int8) * (OPEN - SPECIAL))
-    pinned = tokens < sinks
-    if protect:
-        pinned |= torch.isin(tokens, torch.tensor(protect, device=tokens.device))
-    return OPEN - torch.maximum(above, pinned.to(torch.int8) * (OPEN - PINNED))
+    return OPEN - torch.maximum(above, parts.pinned(tokens).to(torch.int8) * (OPEN - PINNED))
 
 
-def are_open(
-    tokens: Tensor,
-    is_special: Tensor,
-    is_punctuation: Tensor,
-    *,
-    sinks: int,
-    protect: Sequence[int],
-    newest_from: Tensor | int,
-    keeps_punctuation: Tensor | bool,
-) -> Tensor:
+def are_open(tokens: Tensor, is_special: Tensor, is_punctuation: Tensor, parts: ProtectedParts) -> Tensor:
     """Return which rows are of the last class, bool: what `row_classes` says, in fewer steps."""
-    closed = (is_punctuation & keeps_punctuation) | is_special | (tokens >= newest_from) | (tokens < sinks)
-    if protect:
-        closed |= torch.isin(tokens, torch.tensor(protect, device=tokens.device))
-    return ~closed
+    kept = (is_punctuation & parts.punctuation) | is_special | (tokens >= parts.newest_from)
+    return ~(kept | parts.pinned(tokens))
 
 
 def class_ranks(scores: Tensor, classes: Tensor, tokens: Tensor) -> Tensor:

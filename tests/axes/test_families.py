@@ -16,6 +16,7 @@ from hf_kvpolicy.selection import (
     PINNED,
     PUNCTUATION,
     SPECIAL,
+    ProtectedParts,
     are_open,
     class_ranks,
     keep_by_class,
@@ -87,9 +88,11 @@ def test_parts_keep_the_size_of_the_profile() -> None:
 def test_a_row_of_several_classes_has_the_first() -> None:
     tokens = torch.arange(6)
     special, punctuation = tokens == 4, (tokens == 1) | (tokens == 5)
-    found = row_classes(tokens, special, punctuation, sinks=1, protect=(3,), newest_from=4, keeps_punctuation=True)
+    parts = ProtectedParts(sinks=1, protect=(3,), newest_from=4, punctuation=True)
+    found = row_classes(tokens, special, punctuation, parts)
     assert found.tolist() == [PINNED, PUNCTUATION, OPEN, PINNED, SPECIAL, NEWEST]
-    found = row_classes(tokens, special, punctuation, sinks=0, protect=(), newest_from=6, keeps_punctuation=False)
+    parts = ProtectedParts(sinks=0, protect=(), newest_from=6, punctuation=False)
+    found = row_classes(tokens, special, punctuation, parts)
     assert found.tolist() == [OPEN, OPEN, OPEN, OPEN, SPECIAL, OPEN]
 
 
@@ -99,9 +102,9 @@ def test_open_rows_are_those_of_the_last_class(
     sinks: int, protect: set[int], newest_from: int, keeps: bool, data: st.DataObject
 ) -> None:
     kinds = torch.tensor(data.draw(st.lists(st.integers(0, 2), min_size=30, max_size=30)))
-    told = {"sinks": sinks, "protect": tuple(protect), "newest_from": newest_from, "keeps_punctuation": keeps}
+    parts = ProtectedParts(sinks=sinks, protect=tuple(protect), newest_from=newest_from, punctuation=keeps)
     rows = (torch.arange(30), kinds == 1, kinds == 2)
-    assert torch.equal(are_open(*rows, **told), row_classes(*rows, **told) == OPEN)
+    assert torch.equal(are_open(*rows, parts), row_classes(*rows, parts) == OPEN)
 
 
 def test_an_owner_without_a_finite_rank_has_its_newest_row_named() -> None:

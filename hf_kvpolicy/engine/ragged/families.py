@@ -16,7 +16,7 @@ from torch import Tensor
 from ...allocation import FULL_FAMILY, FamilyRule, HeadMass
 from ...contract import Phase, Transaction
 from ...evidence import MeanAttention
-from ...selection import class_ranks, keep_by_class, row_classes
+from ...selection import ProtectedParts, class_ranks, keep_by_class, row_classes
 from ...storage import RaggedLayer, RowMap
 from ..composition import Composition
 from ..decide import check_finite
@@ -243,14 +243,13 @@ class FamilyDecider(OwnerDecider):
         """Return which rows of one owner stay; None where all do."""
         tokens_n = owner.table.tokens_BMW[0, 0]
         terms = self._rule.terms(family, self._profile_tokens[owner.row], self._frontier.tokens[owner.row])
-        classes = row_classes(
-            tokens_n,
-            owner.kinds_n == SPECIAL_TOKEN,
-            owner.kinds_n == PUNCTUATION_TOKEN,
+        parts = ProtectedParts(
             sinks=self._policy.sinks,
             protect=self._policy.protect,
             newest_from=terms.newest_from,
-            keeps_punctuation=terms.punctuation,
+            punctuation=terms.punctuation,
         )
+        marks = (owner.kinds_n == SPECIAL_TOKEN, owner.kinds_n == PUNCTUATION_TOKEN)
+        classes = row_classes(tokens_n, *marks, parts)
         ranks = class_ranks(_MEANS.scores(state_nX, tokens_n), classes, tokens_n)
         return keep_by_class(classes, ranks, terms.quota_rows, self._budget_rows[owner.row])

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...allocation import NO_LIMIT_ROWS, FamilyTerms
 from ...evidence import MeanAttention
-from ...selection import are_open, class_ranks, lowest_rows, row_classes, weakest_rows
+from ...selection import ProtectedParts, are_open, class_ranks, lowest_rows, row_classes, weakest_rows
 from ...storage import RaggedMap
 from ..decide import check_finite
 from ..token_kinds import PUNCTUATION_TOKEN, SPECIAL_TOKEN
@@ -127,16 +126,16 @@ def replace_rows(
     maps = [part.opened() for part in maps]
     filled = _fill(maps, new, limits)
     # A row's class depends on its column and on the kind of its owner: fewer numbers than there are rows.
-    tokens_KF, *marks = _columns_of_kinds(new, limits)
-    parts: dict[str, Any] = {
-        "sinks": sinks,
-        "protect": protect,
-        "newest_from": limits.newest_from_K[:, None],
-        "keeps_punctuation": limits.keeps_punctuation_K[:, None],
-    }
+    tokens_KF, special_KF, punctuation_KF = _columns_of_kinds(new, limits)
+    parts = ProtectedParts(
+        sinks=sinks,
+        protect=protect,
+        newest_from=limits.newest_from_K[:, None],
+        punctuation=limits.keeps_punctuation_K[:, None],
+    )
     place_P = _table_places(filled.columns_P, filled.slot_counts_O, limits, tokens_KF.shape[1])
     # What is not open goes after everything that is: of an owner with an open row, the weakest is one.
-    closed_KF = torch.where(are_open(tokens_KF, *marks, **parts), 0.0, torch.inf)
+    closed_KF = torch.where(are_open(tokens_KF, special_KF, punctuation_KF, parts), 0.0, torch.inf)
     closed_P = closed_KF.flatten().index_select(0, place_P)
     scores_P = MeanAttention().scores(filled.states_PX, filled.tokens_P)
     owners, kind_O = limits.kind_O.shape[0], limits.kind_O
@@ -151,7 +150,7 @@ def replace_rows(
     drops = answers[:owners]
     stuck = [owner for owner in range(owners) if drops[owner] and answers[owners + owner]]
     if stuck:
-        classes_P = row_classes(tokens_KF, *marks, **parts).flatten().index_select(0, place_P)
+        classes_P = row_classes(tokens_KF, special_KF, punctuation_KF, parts).flatten().index_select(0, place_P)
         place_O = _replace_stuck(place_O, stuck, filled, scores_P, classes_P)
     victim_O, lost = place_O - filled.starts_O, any(drops)
     if not limits.all_bring:
