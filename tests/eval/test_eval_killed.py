@@ -91,8 +91,18 @@ def test_an_interrupt_ends_with_status_130_and_a_run_that_continues(tmp_path: Pa
     def work() -> int:
         return int(app([str(argument) for argument in arguments], standalone_mode=False) or 0)
 
-    child = forked(work)
-    # Looking for a file is quick; reading rows takes so long that the run may be over.
+    def work_slowly() -> int:
+        # Only this copy of the process: a busy machine may look away for longer than the whole run takes.
+        write = RunDirectory.append
+
+        def append(self: RunDirectory, row: Any) -> None:
+            write(self, row)
+            time.sleep(0.1)
+
+        RunDirectory.append = append  # type: ignore[method-assign]
+        return work()
+
+    child = forked(work_slowly)
     while not any(path.stat().st_size for path in out.glob("cells/*/samples.*.jsonl")):
         time.sleep(0.005)
     os.kill(child, signal.SIGINT)
