@@ -35,9 +35,8 @@ def code_bytes(dim: int, bits: int) -> int:
 class CodedTensor:
     """Keys, or values, of N blocks of one layer. Immutable: a block is never written once it is made."""
 
-    codes_BSNGX: (
-        Tensor  # int8; at 4 bits the first half of the channels lies in the low nibbles, the second in the high
-    )
+    # int8; at 4 bits the first half of the channels lies in the low nibbles, the second in the high ones.
+    codes_BSNGX: Tensor
     # [B, S, N, 1, D] where a block's rows share them, [B, S, N, G, 1] where a row's channels do; in the rows' dtype.
     scales: Tensor
     zeros: Tensor
