@@ -16,11 +16,11 @@ from transformers.cache_utils import Cache
 
 from .compat import stock_layers
 from .contract import KVPolicyState, KVVisibilityPolicyManifest, PackedKVViewReceipt
-from .engine import Composition, RunStatistics, Runtime
+from .engine import Composition, RunStatistics, Runtime, Step
 from .errors import BackendAdmissionError, ConfigError, IntegrityError
 from .fingerprint import checkpoint_fingerprint
-from .frame import STEP, KeptTokens, LayerStep, Reader, active_cache, weakly
-from .geometry import CacheGeometry
+from .frame import STEP, LayerStep, Reader, active_cache, weakly
+from .geometry import CacheGeometry, trained_policy
 from .layers import ANOTHER_MODEL, NOT_ATTACHED, layer_faces, policy_layer
 from .ledger import Ledger, account
 from .positions import RotarySpec
@@ -78,7 +78,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
             alibi=self._patch.alibi(config),
             foreign=stock_layers(config, self._geometry.foreign_layers),
         )
-        composition.check_model(self._geometry)
+        composition.check_model(self._geometry, trained_policy(config))
         super().__init__(layers=layer_faces(self, self._geometry))
         if model is not None:
             attach(model)
@@ -91,6 +91,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
         bound = None if self._decoder is None else self._decoder()
         if bound is None:
             self._geometry.require(decoder.config)
+            self.composition.check_model(self._geometry, trained_policy(decoder.config))
             self._bind(decoder)
         elif bound is not decoder:
             raise ConfigError(ANOTHER_MODEL.format(type(bound).__name__))
@@ -98,9 +99,10 @@ class PolicyCache(Cache):  # type: ignore[misc]
         if self._runtime.step is not None and self._runtime.step.prunes:
             prune_between(self._patch.decoder_layers(decoder))
 
-    def kept_tokens(self) -> KeptTokens | None:
-        """Return which tokens the next decoder layer computes, or None for all (asked by the hook on layers)."""
-        return None if self._runtime.step is None else self._runtime.step.kept_tokens()
+    @property
+    def in_flight(self) -> Step | None:
+        """The forward in flight, asked by what stands between the model's loop and its layers."""
+        return self._runtime.step
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -149,9 +151,8 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def offload(self, layer_idx: int | None = None, only_non_sliding: bool = True) -> None:
         """Move what one layer holds, or everything, to the CPU; the next forward brings it back by itself.
 
-        What layers share (maps, carried scores) leaves with the last of them. What waits for acceptance moves along.
-        There is no `offloading=True`: transformers then swaps layers in and out during a forward, but a forward here
-        publishes all layers at once, so that all must be present.
+        What layers share leaves with the last of them; what waits for acceptance moves along. There is no
+        `offloading=True`, which swaps layers during a forward: here one publishes all layers at once.
         """
         if layer_idx not in self._geometry.foreign_layers:
             self._runtime.offload(None if layer_idx is None else self._checked(layer_idx))

@@ -11,7 +11,7 @@ from typing import Any
 
 from .errors import ConfigError, UnsupportedModelError
 
-__all__ = ["NAME_BRANCHING_MODEL_TYPES", "CacheGeometry", "text_config"]
+__all__ = ["NAME_BRANCHING_MODEL_TYPES", "CacheGeometry", "text_config", "trained_policy"]
 
 # Families whose code compares config._attn_implementation with a stock name. Under our name they would take another
 # branch, so they are refused until a patch handles them.
@@ -138,6 +138,11 @@ def text_config(config: Any) -> Any:
     """Return the text decoder's part of a config (the config itself for text models)."""
     getter = getattr(config, "get_text_config", None)
     return getter(decoder=True) if getter is not None else config
+
+
+def trained_policy(config: Any) -> Any:
+    """Return what a config says its checkpoint was trained for (`kvpolicy`); None for an ordinary checkpoint."""
+    return getattr(text_config(config), "kvpolicy", None)
 
 
 def _kv_heads(config: Any, heads: int) -> int:

@@ -79,9 +79,9 @@ def manifest_of(
         key_position_stage=key_stage,
         attention_positions=policy.positions,
     )
-    exact, replaces = policy.schedule == "never", policy.representation.replaces_rows
+    exact, merges = policy.schedule == "never", policy.representation.merges
     representation = RepresentationContract(semantic_class="full_cache_exact" if exact else "lossy_subset")
-    if replaces:
+    if policy.representation.replaces_rows:
         from .replacements import contract_of
 
         representation = contract_of(policy.representation, geometry, scalar)
@@ -94,7 +94,7 @@ def manifest_of(
         selection_contract=_selection_of(policy, proof),
         representation_contract=representation,
         recoverability_contract=RecoverabilityContract(
-            omitted="resident_visible" if exact and not replaces else "omitted_irrecoverable"
+            omitted="resident_visible" if exact and not merges else "omitted_irrecoverable"
         ),
         quality_and_fallback=QualityAndFallback(physical_capacity_action="full" if policy.fallback else "raise"),
     )
@@ -111,7 +111,7 @@ def _selection_of(policy: Composition, proof: str) -> SelectionContract:
             "evidence": policy.evidence.describe(),
             "allocation": {"name": policy.allocation.name, **policy.allocation.describe()},
         },
-        unit="pair" if policy.representation.replaces_rows else policy.unit,
+        unit=policy.representation.unit or policy.unit,
         owner=policy.owner,
         group=policy.group,
         decision_phase=_phase_of(policy),
@@ -130,12 +130,12 @@ def _selection_of(policy: Composition, proof: str) -> SelectionContract:
 
 
 def _phase_of(policy: Composition) -> str:
-    acts_always = policy.decode_blocks is not None or policy.representation.replaces_rows
+    acts_always = policy.decode_blocks is not None or policy.representation.merges
     return "both" if acts_always else _PHASES[policy.schedule]
 
 
 def _cadence_of(policy: Composition) -> str:
-    if policy.representation.replaces_rows:
+    if policy.representation.merges:
         return "every_step"
     return _CADENCES[policy.schedule] if policy.decode_blocks is None else "periodic"
 
@@ -294,7 +294,11 @@ def integrity_faults(runtime: Runtime) -> list[str]:
     snapshot, policy = runtime.snapshot, runtime.composition
     heads = policy.stored_heads(runtime.geometry)
     faults = _ragged_faults(snapshot, policy, heads) if snapshot.ragged else _dense_faults(snapshot)
-    for layer in range(runtime.geometry.num_layers if snapshot.buffers else 0):
+    if policy.representation.replaces_rows:
+        from .replacements import store_faults
+
+        faults += store_faults(runtime)
+    for layer in snapshot.storing(runtime.geometry.num_layers) if snapshot.buffers else ():
         for batch, owner_rows in enumerate(snapshot.owner_rows(layer, heads)):
             for head, tokens in enumerate(positions_of(runtime, layer, batch)):
                 where = f"layer {layer}, batch row {batch}, head {head}"
@@ -316,10 +320,6 @@ def _dense_faults(snapshot: Snapshot) -> list[str]:
     for layers, rows in zip(snapshot.stores, snapshot.buffers, strict=True):
         if not isinstance(rows, RaggedRows) and rows.capacity < snapshot.width:
             faults.append(f"layer {layers[0]} has {rows.capacity} slots for {snapshot.width} in use")
-    if snapshot.pairs:
-        from .replacements import pair_faults
-
-        faults += pair_faults(snapshot)
     return faults
 
 

@@ -78,6 +78,11 @@ class ModelPatch(Protocol):
         """Raise UnsupportedModelError if this config is outside what the patch handles."""
         ...
 
+    @property
+    def repeats_layers(self) -> bool:
+        """Whether the decoder's forward may be run several times, each time over the same or some of the tokens."""
+        ...
+
     def rotary(self, decoder: torch.nn.Module, layers: Sequence[int]) -> RotarySpec:
         """Return how keys of these layers are rotated; raise UnsupportedModelError where they cannot be moved."""
         ...

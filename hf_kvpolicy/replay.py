@@ -105,7 +105,7 @@ def can_replay(cache: Any) -> bool:
     """Whether a cache is empty, its policy leaves a prompt's forward alone, and its model's attention can be read."""
     if not isinstance(cache, PolicyCache) or cache.is_initialized or cache.is_recording_past():
         return False
-    return cache.composition.pruning is None and not cache.model_attends_itself
+    return not cache.composition.changes_forward and not cache.model_attends_itself
 
 
 @torch.no_grad()

@@ -73,7 +73,7 @@ def trace(
     Raises:
         KVPolicyError: the options do not fit the policy.
     """
-    model = _tiny_model()
+    model = _tiny_model(policy)
     given = dict(options)
     if "budget" in policy_options(policy):
         given.setdefault("budget", budget)
@@ -121,7 +121,7 @@ def blocks(run: Trace) -> list[tuple[str, Sequence[TraceRow]]]:
     return [(f"KV head {number} {suffix}", rows) for number, rows in enumerate(heads)]
 
 
-def _tiny_model() -> Any:
+def _tiny_model(policy: str) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -133,6 +133,9 @@ def _tiny_model() -> Any:
         num_key_value_heads=2,
         max_position_embeddings=2048,
     )
+    entry_of = getattr(policy_class(policy), "checkpoint_entry", None)
+    if entry_of is not None:
+        config.kvpolicy = entry_of(config.num_hidden_layers)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return LlamaForCausalLM(config).eval()

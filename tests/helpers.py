@@ -66,7 +66,18 @@ _SMALL: dict[str, dict[str, Any]] = {
     "scissorhands": {"budget": 8, "recent": 2, "history": 12},
     # Half of the tests' models has no pair of layers to merge. Few rows are exceptions, and some are.
     "minicache": {"start_layer": 0, "retention": 0.2},
+    "layer_condensed": {},
 }
+
+
+def trained_for(policy: str, layers: int) -> dict[str, Any] | None:
+    """Return what the config of a policy's own checkpoint says; None for policies that any checkpoint runs with.
+
+    Prompts of more than five tokens are iterated, and are not exact. All layers read the last.
+    """
+    if policy == "layer_condensed":
+        return {"kind": policy, "map": [layers - 1] * layers, "forward_passes": 3, "backward_passes": 2}
+    return None
 
 
 def small_options(name: str) -> dict[str, Any]:
@@ -102,7 +113,7 @@ def only_budget(name: str) -> dict[str, Any]:
 
 def is_lossy(name: str) -> bool:
     """Whether a policy ever drops or merges rows."""
-    return name != "full"
+    return name not in ("full", "layer_condensed")
 
 
 def drops_tokens(cache: Any) -> bool:
@@ -117,9 +128,11 @@ def policies(*, lossy: bool = False) -> list[str]:
 
 
 def policy_units() -> list[tuple[str, dict[str, Any]]]:
-    """Return every policy at a small budget with every selection unit, owner and position scheme it has."""
+    """Return every policy but `full` at a small budget with every unit, owner, position scheme and encoding it has."""
     found = []
-    for name in policies(lossy=True):
+    for name in policies():
+        if name == "full":
+            continue
         options = policy_options(name)
         units = policy_class(name).units if "unit" in options else (None,)
         for unit in units[:1] if BRIEF else units:
@@ -128,6 +141,8 @@ def policy_units() -> list[tuple[str, dict[str, Any]]]:
             found.append((name, small_options(name) | {"owner": "query_head"}))
         if "positions" in options:
             found.append((name, small_options(name) | {"positions": "original"}))
+        if "encoding" in options:
+            found.append((name, small_options(name) | {"encoding": "sequential"}))
     return found
 
 
@@ -135,7 +150,9 @@ def case_id(value: Any) -> str | None:
     """Name a (policy, options) case in pytest's output."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
         name, options = value
-        shown = [str(options[k]) for k in ("unit", "owner", "positions", "chunked_prefill") if options.get(k)]
+        shown = [
+            str(options[k]) for k in ("unit", "owner", "positions", "chunked_prefill", "encoding") if options.get(k)
+        ]
         return "-".join([name, *shown])
     return None
 
@@ -179,6 +196,24 @@ def tiny(family: str = "llama", backend: str = "sdpa", *, seed: int = 0, layers:
     with torch.inference_mode(False), torch.enable_grad():
         model: Any = copy.deepcopy(_master(family, seed, layers))
     model.set_attn_implementation(backend)
+    return model
+
+
+def model_for(
+    policy: str | tuple[str, Any], family: str = "llama", backend: str = "sdpa", *, seed: int = 0, layers: int = 2
+) -> Any:
+    """Return a `tiny` model that a policy (or a case of it) runs with: a checkpoint of its own where it needs one."""
+    model = tiny(family, backend, seed=seed, layers=layers)
+    trained = trained_for(policy if isinstance(policy, str) else policy[0], layers)
+    if trained is None:
+        return model
+    model.config.kvpolicy = trained
+    with torch.no_grad():
+        # What layers add comes back to them with every token, and rounding with it: a trained checkpoint damps both.
+        model.model.embed_tokens.weight.mul_(3.0)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.5)
+            layer.mlp.down_proj.weight.mul_(0.5)
     return model
 
 
@@ -240,6 +275,12 @@ def dynamic_cache(model: Any) -> DynamicCache:
     return DynamicCache(config=model.config)
 
 
+def neutral_options(name: str, total_rows: int) -> dict[str, Any]:
+    """Return options under which a policy drops and merges nothing; it may declare none, where it never does."""
+    neutral = getattr(policy_class(name), "neutral", None)
+    return {} if neutral is None else dict(neutral(total_rows))
+
+
 def neutral_cache(name: str, model: Any, total_rows: int, **options: Any) -> Any:
     """Return a cache that must equal `DynamicCache` up to `total_rows` columns; skips policies without one."""
     import pytest
@@ -271,7 +312,7 @@ def _stored_rows(cache: Any, layer: int, batch: int) -> Iterator[tuple[list[int]
         yield from _ragged_rows(snapshot, layer, batch)
         return
     table = snapshot.full_map(layer)
-    if snapshot.pairs:
+    if snapshot.pairs or snapshot.producers:
         keys, values = snapshot.view(layer)
     else:
         rows = snapshot.rows[layer]

@@ -66,11 +66,14 @@ from .replaced_rows import (
     check_segments,
 )
 from .replacement import (
+    CONDENSED,
     DEPTH_PAIRS,
+    ORIGINAL,
     REPLACEMENT_KINDS,
     ReplacementContract,
     admit_checkpoint,
     producers_of_pairs,
+    trained_rows,
 )
 from .selection_contract import (
     BUDGET_SCOPES,
@@ -164,6 +167,7 @@ __all__ = [
     "BUDGET_SCOPES",
     "BUDGET_UNITS",
     "CADENCES",
+    "CONDENSED",
     "DECISION_PHASES",
     "DEPTH_PAIRS",
     "DUPLICATE_RULES",
@@ -173,6 +177,7 @@ __all__ = [
     "KEY_POSITION_STAGES",
     "OFFSET_CONVENTIONS",
     "ORDERINGS",
+    "ORIGINAL",
     "OWNERS",
     "PROTECTION_SCOPES",
     "RECOVERABILITIES",
@@ -265,6 +270,7 @@ __all__ = [
     "to_plain_json",
     "token_bytes",
     "topk_positions",
+    "trained_rows",
     "transaction_peak_bytes",
     "unique_read_bytes",
     "validate_gather_identity",

@@ -11,20 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import CheckpointAdmissionError, ManifestError
 from ._checks import check_choice, check_int, check_text
 from .canonical import FrozenMapping
 
 __all__ = [
+    "CONDENSED",
     "DEPTH_PAIRS",
+    "ORIGINAL",
     "REPLACEMENT_KINDS",
     "ReplacementContract",
     "admit_checkpoint",
     "producers_of_pairs",
+    "trained_rows",
 ]
 
 SEGMENTS, DEPTH_PAIRS, CONDENSED = "merged_segments", "merged_depth_pairs", "condensed_layers"
+# Rows as any checkpoint of a family makes them, which replace none.
+ORIGINAL = "original_kv_rows"
 REPLACEMENT_KINDS = (SEGMENTS, DEPTH_PAIRS, CONDENSED)
 OWNERS = {SEGMENTS: "layer_kv_head", DEPTH_PAIRS: "shared_layer_pair", CONDENSED: "layer_kv_head"}
 ANCHORS = {SEGMENTS: "latest_of_span", DEPTH_PAIRS: "own_position", CONDENSED: "own_position"}
@@ -34,10 +40,14 @@ _NEEDED = {SEGMENTS: ("masses",), DEPTH_PAIRS: ("magnitudes", "exception_rows", 
 
 # What a checkpoint must have been trained for; None for a rule that an ordinary one admits.
 _TRAINED_FOR = {
+    ORIGINAL: None,
     SEGMENTS: "its control channels decide which rows are accumulated",
     DEPTH_PAIRS: None,
     CONDENSED: "its graph, diagonal mask and projections name the layers that produce keys and values",
 }
+
+# What a checkpoint's config may say it was trained for (`kvpolicy: {kind: ...}`), and the rows that means.
+_TRAINED_KINDS = {"layer_condensed": CONDENSED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,21 +148,42 @@ def producers_of_pairs(num_layers: int, pairs: Sequence[tuple[int, int]]) -> tup
     return tuple(sorted([*alone, *pairs]))
 
 
+def trained_rows(entry: Any) -> str | None:
+    """Return the kind of rows that a checkpoint was trained for.
+
+    Args:
+        entry: `kvpolicy` of its config; None for an ordinary checkpoint.
+
+    Raises:
+        CheckpointAdmissionError: the entry names no kind that this library knows.
+    """
+    if entry is None:
+        return None
+    kind = entry.get("kind") if isinstance(entry, Mapping) else None
+    if kind not in _TRAINED_KINDS:
+        raise CheckpointAdmissionError(
+            f"The checkpoint's config says kvpolicy={entry!r}, but known are mappings whose kind is "
+            f"{' or '.join(map(repr, _TRAINED_KINDS))}. Use a version of hf_kvpolicy that knows this checkpoint."
+        )
+    return _TRAINED_KINDS[kind]
+
+
 def admit_checkpoint(representation_kind: str, trained_for: str | None = None) -> None:
     """Refuse a checkpoint that was not trained for a representation.
 
     Args:
+        representation_kind: one of `REPLACEMENT_KINDS`, or `ORIGINAL`.
         trained_for: the kind a checkpoint was trained with; None for an ordinary one.
 
     Raises:
         CheckpointAdmissionError: the kind needs training that the checkpoint has not had, or has had of another kind.
     """
-    check_choice("representation_kind", representation_kind, REPLACEMENT_KINDS, error=ManifestError)
+    check_choice("representation_kind", representation_kind, tuple(_TRAINED_FOR), error=ManifestError)
     needed = _TRAINED_FOR[representation_kind]
     if trained_for not in (None, representation_kind):
         raise CheckpointAdmissionError(
-            f"The checkpoint was trained for {trained_for}, whose rows {representation_kind} would read wrongly. Use "
-            f"the representation it was trained for."
+            f"The checkpoint was trained for {trained_for}, but {representation_kind} was asked for, and its rows "
+            "would be read wrongly. Use the policy it was trained for."
         )
     if needed is not None and trained_for is None:
         raise CheckpointAdmissionError(

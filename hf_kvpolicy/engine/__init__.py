@@ -7,6 +7,7 @@ from .published import RunStatistics
 from .runtime import Runtime
 from .shared_evidence import SharedEvidence, sharing
 from .snapshot import Frontier, OpenSegment, Snapshot
+from .step import Step
 
 __all__ = [
     "MAX_ROLLBACK_TOKENS",
@@ -18,6 +19,7 @@ __all__ = [
     "Schedule",
     "SharedEvidence",
     "Snapshot",
+    "Step",
     "layer_tensors",
     "sharing",
 ]

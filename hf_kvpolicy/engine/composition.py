@@ -106,8 +106,8 @@ class Composition:
         selects = self.budget is not None or self.schedule != "never" or self.pruning is not None
         if self.representation.replaces_rows and (selects or self.storage != "dense"):
             raise ManifestError(
-                f"{self.policy}: rows are merged across layers, but layers that keep different positions have no rows "
-                "to merge. A policy that merges selects nothing: leave out budget, schedule and ragged storage."
+                f"{self.policy}: layers share their rows, but layers that keep different positions have none to share. "
+                "A policy that shares rows among layers selects nothing: leave out budget, schedule and ragged storage."
             )
 
     def _check_storage(self) -> None:
@@ -197,12 +197,22 @@ class Composition:
         at_once = int((self.drop_ratio or 0.0) * budget_rows)
         return count - max(at_once, count - budget_rows)
 
-    def check_model(self, geometry: CacheGeometry) -> None:
+    @property
+    def changes_forward(self) -> bool:
+        """Whether a prompt's forward is another than the model's own, so that none of that can be reused."""
+        return self.pruning is not None or not self.representation.keeps_forward
+
+    def check_model(self, geometry: CacheGeometry, trained: Any) -> None:
         """Reject a model that the method cannot act on.
 
+        Args:
+            trained: what its config says the checkpoint was trained for; None for an ordinary one.
+
         Raises:
+            CheckpointAdmissionError: the checkpoint was trained for other rows, or not for those of the method.
             UnsupportedModelError: tokens would be dropped between layers, some of which count every token.
         """
+        self.representation.admit(trained)
         if self.pruning is not None and geometry.foreign_layers:
             raise UnsupportedModelError(
                 f"{self.policy} drops tokens between layers, but this {geometry.model_type!r} model has sliding layers "

@@ -20,6 +20,7 @@ from .ragged import (
     due_blocks,
     plan_pruning,
 )
+from .replacing import replacing_step
 from .ring import RingStep
 from .segment import SegmentStep
 from .snapshot import Frontier, Snapshot
@@ -42,10 +43,7 @@ def plan_step(runtime: Runtime, inputs: ForwardInputs) -> Step:
     """
     policy, snapshot = runtime.composition, runtime.snapshot
     if policy.representation.replaces_rows:
-        # Not imported where rows stay as they are.
-        from .merged import MergedStep
-
-        return MergedStep(runtime, snapshot, inputs, runtime.open_transaction(state=False))
+        return replacing_step(runtime, inputs)
     if policy.decode_blocks is not None and runtime.recording:
         _refuse_recording(policy.policy)
     if policy.pruning is not None and not _appends(runtime, inputs):

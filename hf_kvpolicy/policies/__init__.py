@@ -8,7 +8,7 @@ from .allocation import (
     PyramidKVCache,
     ZigZagKVCache,
 )
-from .representation import MiniCache
+from .representation import LayerCondensedCache, MiniCache
 from .retention import (
     FullCache,
     H2OCache,
@@ -27,6 +27,7 @@ __all__ = [
     "H2OCache",
     "HeadKVCache",
     "KeyformerCache",
+    "LayerCondensedCache",
     "MiniCache",
     "PyramidInferCache",
     "PyramidKVCache",

@@ -38,6 +38,16 @@ class DepthPairs(RowRepresentation):
     retention: float
 
     @property
+    def merges(self) -> bool:
+        """True: a row stands for a token in two layers."""
+        return True
+
+    @property
+    def unit(self) -> str | None:
+        """A pair of layers."""
+        return "pair"
+
+    @property
     def consumer_schema(self) -> str:
         """What a reader must know to restore a row."""
         return "slerp_depth_pairs"

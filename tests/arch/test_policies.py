@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import trained_for
 from transformers import LlamaConfig
 
 import hf_kvpolicy as kv
@@ -20,6 +21,14 @@ CONFIG = LlamaConfig(
     vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2,
 )  # fmt: skip
+
+
+def config_for(policy: str) -> LlamaConfig:
+    """Return the config of a checkpoint that a policy runs with."""
+    trained = trained_for(policy, 2)
+    return CONFIG if trained is None else LlamaConfig(**CONFIG.to_dict(), kvpolicy=trained)
+
+
 DOCS = ROOT / "docs" / "policies.md"
 # Other tests may register policies of their own: only those that live in the package count.
 NAMES = [n for n in kv.available_policies() if policy_class(n).__module__.startswith("hf_kvpolicy.policies.")]
@@ -50,6 +59,9 @@ def test_the_module_is_named_like_the_policy(policy: str) -> None:
 @pytest.mark.parametrize("policy", NAMES)
 def test_neutral_options_make_a_cache(policy: str) -> None:
     cls = policy_class(policy)
+    if trained_for(policy, 2) is not None:
+        assert not hasattr(cls, "neutral"), "transformers' own cache makes something else of its checkpoints"
+        return
     assert "neutral" in vars(cls), "each class declares the options under which it equals DynamicCache"
     for total in (1, 2, 5, 6, 100, 4096):
         options = cls.neutral(total)  # type: ignore[attr-defined]
@@ -71,7 +83,7 @@ def test_a_config_file_holds_its_defaults(policy: str) -> None:
     assert path.exists(), f"{path.relative_to(ROOT)} is missing"
     spec = kv.load_policy(path)
     assert spec.name == policy
-    spec.build(CONFIG)
+    spec.build(config_for(policy))
 
 
 def test_every_policy_file_of_configs_loads() -> None:
@@ -108,7 +120,7 @@ def test_the_class_is_public(policy: str) -> None:
     assert cls.__name__ in kv.__all__
 
 
-@pytest.mark.parametrize("policy", [n for n in NAMES if n not in ("full", "minicache")])
+@pytest.mark.parametrize("policy", [n for n in NAMES if n not in ("full", "minicache", "layer_condensed")])
 def test_a_bounded_policy_takes_the_common_options(policy: str) -> None:
     from hf_kvpolicy.config import policy_options
 

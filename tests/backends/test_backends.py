@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import forward, generate, prompt, small_options, tiny
+from helpers import forward, generate, model_for, prompt, small_options, tiny
 from torch import Tensor
 
 import hf_kvpolicy as kv
@@ -102,7 +102,7 @@ def test_an_unknown_backend_is_refused_by_name() -> None:
 @pytest.mark.parametrize("extra", ["softcap", "s_aux", "position_bias"])
 def test_attention_features_that_are_not_handled_are_refused(name: str, extra: str) -> None:
     """In a first prompt, a decode step and a later prompt: no kind of forward scores or attends as if they were not."""
-    model = tiny("llama")
+    model = model_for(name, "llama")
     options = {} if name == "full" else small_options(name)
     cache, fresh = (kv.make_cache(name, model, **options) for _ in range(2))
     generate(model, prompt(20), cache)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,7 @@ pytest.importorskip("evaluate")
 pytest.importorskip("matplotlib")
 
 from eval_fakes import fake_builder, tiny_loaded
-from helpers import small_options
+from helpers import small_options, trained_for
 from typer.testing import CliRunner
 
 from hf_kvpolicy import available_policies, make_cache
@@ -211,12 +212,14 @@ def test_a_matched_baseline_is_taken_before_one_of_the_same_budget(loaded: Loade
 def test_rows_over_time_are_those_that_a_count_after_every_token_finds(loaded: LoadedModel, policy: str) -> None:
     options = small_options(policy)
     budget = options.pop("budget", None)
-    cache = make_cache(policy, loaded.model, budget, **with_tokenizer(policy, options, loaded.tokenizer))
+    model = copy.deepcopy(loaded.model)
+    model.config.kvpolicy = trained_for(policy, model.config.num_hidden_layers)
+    cache = make_cache(policy, model, budget, **with_tokenizer(policy, options, loaded.tokenizer))
     ids = torch.randint(3, 200, (60,), generator=torch.Generator().manual_seed(0)).tolist()
-    prefilled = generation.prefill(loaded.model, [ids[:40]], cache)
+    prefilled = generation.prefill(model, [ids[:40]], cache)
     held, counted = RowsOverTime(cache, measure(cache)), [measure(cache).rows_mean]
     for token in ids[40:]:
-        generation.prefill(loaded.model, [[token]], cache)
+        generation.prefill(model, [[token]], cache)
         held.token_fed()
         counted.append(measure(cache).rows_mean)
     assert prefilled.cache is cache

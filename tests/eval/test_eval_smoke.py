@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("evaluate")
 
 from eval_fakes import tiny_loaded
+from helpers import trained_for
 from typer.testing import CliRunner
 
 from hf_kvpolicy import available_policies
@@ -48,10 +49,12 @@ def asked_rows(row: Row) -> int:
 
 def test_it_has_every_policy_at_every_budget(rows: list[Row]) -> None:
     config = load_sweep(Path("smoke"))
-    assert {policy.name for policy in config.policies} == set(available_policies())
+    # One checkpoint for all of them, which is none of a policy's own.
+    ordinary = {name for name in available_policies() if trained_for(name, 2) is None}
+    assert {policy.name for policy in config.policies} == ordinary
     cells = {(row.cell["policy"], row.cell["budget"]) for row in rows if "matched_to" not in row.cell}
     unbounded = {"full", "fastgen", "minicache"}
-    bounded = set(available_policies()) - unbounded
+    bounded = ordinary - unbounded
     assert cells == {(name, None) for name in unbounded} | {(name, budget) for name in bounded for budget in (64, 0.5)}
     matched = {Cell(**row.cell).label for row in rows if "matched_to" in row.cell}
     sources = ("scissorhands @ 64", "scissorhands @ 0.5", "fastgen(recovery=0.5)")

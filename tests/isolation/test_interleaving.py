@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import BACKENDS, case_id, content, forward, left_padded, policy_units, prompt, small_options, tiny
+from helpers import (
+    BACKENDS,
+    case_id,
+    content,
+    forward,
+    left_padded,
+    model_for,
+    policy_units,
+    prompt,
+    small_options,
+    tiny,
+    trained_for,
+)
 from torch import Tensor
 
 import hf_kvpolicy as kv
@@ -36,9 +48,10 @@ def _step(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_two_caches_step_by_step(case: Any, backend: str) -> None:
-    model = tiny("llama", backend)
+    model = model_for(case, "llama", backend)
     first = lambda: session(model, kv.make_cache(case[0], model, **case[1]), seed=1, rows=1)  # noqa: E731
-    second = lambda: session(model, kv.make_cache("snapkv", model, budget=9, window=3), seed=5, rows=3)  # noqa: E731
+    name, options = ("snapkv", {"budget": 9, "window": 3}) if trained_for(case[0], 2) is None else case
+    second = lambda: session(model, kv.make_cache(name, model, **options), seed=5, rows=3)  # noqa: E731
     alone = list(first()), list(second())
     together = list(zip(first(), second(), strict=True))
     for step, (a, b) in enumerate(together):
@@ -47,10 +60,12 @@ def test_two_caches_step_by_step(case: Any, backend: str) -> None:
 
 
 def test_many_threads() -> None:
-    model = tiny("llama")
+    ordinary = tiny("llama")
+    models = {case[0]: model_for(case) if trained_for(case[0], 2) else ordinary for case in CASES}
     jobs: list[tuple[Any, int, int]] = [(case, 3 + i, 1 + i % 3) for i, case in enumerate(CASES)]
 
     def run(case: Any, seed: int, rows: int) -> list[Tensor]:
+        model = models[case[0]]
         return list(session(model, kv.make_cache(case[0], model, **case[1]), seed, rows))
 
     alone = [run(*job) for job in jobs]
@@ -90,7 +105,7 @@ PAUSES = [(layer, phase) for layer in range(2) for phase in (Phase.APPEND, Phase
 @pytest.mark.parametrize("name", ["full", "snapkv", "streaming_llm", "sliding_window"])
 def test_a_second_forward_of_one_cache_refuses_the_first(name: str, length: int) -> None:
     """Paused anywhere, the earlier forward is refused when it goes on, and the later one is as if it had been alone."""
-    model = tiny("llama")
+    model = model_for(name, "llama")
     cache = kv.make_cache(name, model, **small_options(name))
     with torch.no_grad():
         forward(model, prompt(12, 1), cache)
@@ -178,7 +193,7 @@ def test_an_operation_from_another_thread_refuses_the_forward(act: str) -> None:
 @pytest.mark.parametrize("name", ["full", "snapkv", "streaming_llm"])
 def test_free_running_forwards_of_one_cache(name: str) -> None:
     """Whatever the scheduler does, every forward either counts or is refused."""
-    model = tiny("llama")
+    model = model_for(name, "llama")
     cache = kv.make_cache(name, model, **small_options(name))
     with torch.no_grad():
         forward(model, prompt(12, 1), cache)

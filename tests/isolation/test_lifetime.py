@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PRUNING, case_id, forward, generate, policy_units, prompt, tiny
+from helpers import PRUNING, case_id, forward, generate, model_for, policy_units, prompt, tiny
 
 import hf_kvpolicy as kv
 
@@ -39,7 +39,7 @@ def alive(references: list[weakref.ref[Any]]) -> list[str]:
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_a_used_cache_is_freed_at_once(case: Any) -> None:
-    model = tiny("llama")
+    model = model_for(case, "llama")
     cache = kv.make_cache(case[0], model, **case[1])
     with torch.no_grad():
         generate(model, prompt(14, 1), cache, new=5)
@@ -68,7 +68,7 @@ def test_a_used_cache_is_freed_at_once(case: Any) -> None:
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_a_selection_frees_its_parent(case: Any) -> None:
     """Nothing but the published rows stays after a publication that moved them, not even for a kept state."""
-    model = tiny("llama")
+    model = model_for(case, "llama")
     cache = kv.make_cache(case[0], model, **case[1])
     with torch.no_grad():
         forward(model, prompt(14, 1), cache)

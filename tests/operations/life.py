@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PRUNING, forward, policy_units, prompt, tiny
+from condensed import CondensedOracle
+from helpers import PRUNING, forward, model_for, policy_units, prompt
 from merged import MergedOracle
 from oracle import MAX_HELD_BACK, Oracle
 from pruned import PrunedOracle
@@ -61,7 +62,7 @@ CASES = [
     *MIXES,
 ]
 
-ORACLES = {"minicache": MergedOracle}
+ORACLES = {"minicache": MergedOracle, "layer_condensed": CondensedOracle}
 
 # Per operation: how often it is drawn against the others, and the range of its number.
 OPERATIONS: dict[str, tuple[int, int, int]] = {
@@ -81,7 +82,7 @@ class Life:
     """Interprets operations on a cache and on its oracle; a fork adds another pair."""
 
     def __init__(self, case: Any, family: str) -> None:
-        self.model = tiny(family)
+        self.model = model_for(case, family)
         cache = kv.make_cache(case[0], self.model, **case[1])
         oracle = (PrunedOracle if case[0] in PRUNING else ORACLES.get(case[0], Oracle)).of(cache)
         if isinstance(oracle, MergedOracle):

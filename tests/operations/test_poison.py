@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import BACKENDS, PRUNING, case_id, forward, left_padded, policy_units, prompt, tiny
+from helpers import BACKENDS, PRUNING, case_id, forward, left_padded, model_for, policy_units, prompt
 from torch import Tensor
 
 import hf_kvpolicy as kv
@@ -139,7 +139,7 @@ class Pair:
 @pytest.mark.parametrize("family", ["llama", "mistral_window"])
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_dead_slots_never_reach_an_output(case: Any, family: str, backend: str) -> None:
-    pair = Pair(case, tiny(family, backend), [14, 5, 9])
+    pair = Pair(case, model_for(case, family, backend), [14, 5, 9])
     pair.feed(pair.ids)
     for step in range(3):
         pair.feed(prompt(1, step, 3))
@@ -164,7 +164,7 @@ def test_dead_slots_never_reach_an_output(case: Any, family: str, backend: str) 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_recorded_prompt_and_failed_forward(case: Any) -> None:
-    pair = Pair(case, tiny("llama"), [14, 6])
+    pair = Pair(case, model_for(case, "llama"), [14, 6])
     if case[0] in PRUNING:
         pair.feed(pair.ids)
     else:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import case_id, content, forward, policy_units, prompt, tiny
+from helpers import case_id, content, forward, model_for, policy_units, prompt, tiny
 
 import hf_kvpolicy as kv
 
@@ -25,7 +25,7 @@ def assert_same(found: dict[str, Any], before: dict[str, Any]) -> None:
 def test_questions_start_from_the_same_state(case: tuple[str, dict[str, Any]]) -> None:
     """Each question equals the question asked of a fork, and the context is left as it was, bit for bit."""
     name, options = case
-    model = tiny("llama")
+    model = model_for(case, "llama")
     cache = kv.make_cache(name, model, **options)
     with torch.inference_mode():
         forward(model, prompt(30), cache)
@@ -81,7 +81,7 @@ def test_only_an_exact_cache_has_a_prefix_identity() -> None:
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_a_lossy_cache_is_refused_as_a_prefix(case: tuple[str, dict[str, Any]]) -> None:
     name, options = case
-    model = tiny("llama")
+    model = model_for(case, "llama")
     cache = kv.make_cache(name, model, **options)
     with torch.inference_mode():
         forward(model, prompt(20), cache)

@@ -19,6 +19,7 @@ from helpers import (
     generate,
     kept_positions,
     left_padded,
+    model_for,
     policy_units,
     prompt,
     tiny,
@@ -56,7 +57,7 @@ def feed(model: Any, cache: Any, ids: Tensor, *splits: int) -> Tensor:
 @pytest.mark.parametrize("how", ["fork", "deepcopy"])
 @pytest.mark.parametrize("family", ["llama", "mistral_window"])
 def test_a_copy_and_its_origin_do_not_see_each_other(case: tuple[str, dict[str, Any]], how: str, family: str) -> None:
-    model = tiny(family)
+    model = model_for(case, family)
     shared, left, right = prompt(32, rows=2), prompt(20, 1, rows=2), prompt(20, 2, rows=2)
     cache = make(case, model)
     feed(model, cache, shared, 30, 1, 1)
@@ -80,7 +81,7 @@ def test_a_copy_and_its_origin_do_not_see_each_other(case: tuple[str, dict[str, 
 @pytest.mark.parametrize("operation", ["reorder", "repeat", "select", "select_mask"])
 @pytest.mark.parametrize("family", ["llama_head_dim", "mistral_window"])
 def test_batch_operations_equal_separate_rows(case: tuple[str, dict[str, Any]], operation: str, family: str) -> None:
-    model = tiny(family)
+    model = model_for(case, family)
     prompts = [prompt(n, seed=n) for n in (30, 3, 16)]
     ids, mask = left_padded(prompts)
     cache = make(case, model)
@@ -120,7 +121,7 @@ def test_batch_operations_equal_separate_rows(case: tuple[str, dict[str, Any]], 
 
 
 def test_operations_on_an_empty_cache(case: tuple[str, dict[str, Any]]) -> None:
-    model = tiny("llama")
+    model = model_for(case, "llama")
     cache = make(case, model)
     twin = cache.fork()
     cache.reset()
@@ -133,7 +134,7 @@ def test_operations_on_an_empty_cache(case: tuple[str, dict[str, Any]]) -> None:
 
 
 def test_reset_serves_the_next_context_like_a_fresh_cache(case: tuple[str, dict[str, Any]]) -> None:
-    model = tiny("llama")
+    model = model_for(case, "llama")
     used = make(case, model)
     request = used.state.request_generation if case[0] != "full" else 0
     for number, shape in enumerate([(30, 1), (12, 3), (40, 2)]):
@@ -148,7 +149,7 @@ def test_reset_serves_the_next_context_like_a_fresh_cache(case: tuple[str, dict[
 
 
 def test_two_caches_interleaved_on_one_model(case: tuple[str, dict[str, Any]]) -> None:
-    model = tiny("llama")
+    model = model_for(case, "llama")
     first, second = make(case, model), make(case, model)
     plain = model(prompt(9)).logits.detach()
     a, b = prompt(30, 1), prompt(25, 2, rows=2)
@@ -170,7 +171,7 @@ def test_two_caches_interleaved_on_one_model(case: tuple[str, dict[str, Any]]) -
 def test_grad_modes_may_mix(case: tuple[str, dict[str, Any]], order: str, recorded: bool) -> None:
     if recorded and case[0] in PRUNING:
         pytest.skip("a prompt that is pruned while it runs cannot be recorded")
-    model = tiny("llama")
+    model = model_for(case, "llama")
     ids = prompt(60, rows=2)
     mask = torch.ones_like(ids)
     mask[1, :7] = 0
@@ -198,7 +199,7 @@ def test_grad_modes_may_mix(case: tuple[str, dict[str, Any]], order: str, record
 
 
 def test_return_dict_carries_the_cache(case: tuple[str, dict[str, Any]]) -> None:
-    model = tiny("llama")
+    model = model_for(case, "llama")
     cache = make(case, model)
     states = case[0] not in PRUNING
     out = generate(
@@ -218,7 +219,7 @@ class _Words:
 
 
 def test_streaming_from_another_thread(case: tuple[str, dict[str, Any]]) -> None:
-    model = tiny("llama")
+    model = model_for(case, "llama")
     expected = generate(model, prompt(20), make(case, model))[0, 20:].tolist()
     streamer = TextIteratorStreamer(_Words(), skip_prompt=True, timeout=20)
     cache = make(case, model)
@@ -230,7 +231,7 @@ def test_streaming_from_another_thread(case: tuple[str, dict[str, Any]]) -> None
 
 
 def test_threads_on_one_model_do_not_mix(case: tuple[str, dict[str, Any]]) -> None:
-    model = tiny("llama")
+    model = model_for(case, "llama")
     prompts = [prompt(20 + 3 * i, seed=i) for i in range(3)]
     expected = [generate(model, ids, make(case, model)).tolist() for ids in prompts]
     found: dict[int, Any] = {}

@@ -18,6 +18,7 @@ from helpers import (
     has_budget,
     kept_positions,
     left_padded,
+    model_for,
     policy_units,
     prompt,
     small_options,
@@ -59,7 +60,7 @@ def assert_row_equals(batched: Any, row: int, solo: Any) -> None:
 @pytest.mark.proves("padded")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generate(case: tuple[str, dict[str, Any]], family: str) -> None:
-    model = tiny(family)
+    model = model_for(case, family)
     prompts = [prompt(n, seed=n) for n in LENGTHS]
     ids, mask = left_padded(prompts)
     batched = make(case, model)
@@ -80,7 +81,7 @@ def test_chunked_prefill_and_turns(case: tuple[str, dict[str, Any]], chunked: st
         pytest.skip("a prompt that is pruned while it runs cannot be held; tests/spec/test_pyramidinfer.py")
     if chunked is not None and not has_budget(case[0]):
         pytest.skip("a cache that selects nothing has no chunked_prefill option")
-    model = tiny("llama")
+    model = model_for(case, "llama")
     prompts = [prompt(n, seed=n) for n in LENGTHS]
     ids, mask = left_padded(prompts, width=45)
     options = {} if chunked is None else {"chunked_prefill": chunked}
@@ -125,7 +126,7 @@ def feed(model: Any, cache: Any, ids: Tensor, mask: Tensor, splits: list[int]) -
 
 def test_finished_rows_keep_receiving_pads(case: tuple[str, dict[str, Any]]) -> None:
     """Right-padded rows, rows that stop for a while and rows that go on: pads with mask 0 change nothing."""
-    model = tiny("llama")
+    model = model_for(case, "llama")
     steps = 16
     ids = prompt(30 + steps, seed=4, rows=4)
     mask = torch.ones_like(ids)
@@ -151,7 +152,7 @@ def test_finished_rows_keep_receiving_pads(case: tuple[str, dict[str, Any]]) -> 
 @pytest.mark.proves("padded", "turns", family="llama")
 def test_a_turn_after_some_rows_finished(case: tuple[str, dict[str, Any]]) -> None:
     """A second prompt segment over rows with pads in the middle of their history."""
-    model = tiny("llama")
+    model = model_for(case, "llama")
     splits = [24, 1, 1, 1, 12, 1, 1]
     ids, mask = prompt(sum(splits), seed=8, rows=3), torch.ones(3, sum(splits), dtype=torch.long)
     mask[1, 25:27] = 0
@@ -177,7 +178,7 @@ CHUNKED = [{}, {"on_append": "append"}, {"chunked_prefill": "hold"}]
 @pytest.mark.parametrize("change", CHUNKED, ids=["recompress", "append", "hold"])
 def test_a_turn_that_some_rows_sit_out(case: tuple[str, dict[str, Any]], change: dict[str, Any]) -> None:
     """Who brings only pads to another row's prompt keeps what it holds, what it is scored by, and its clocks."""
-    model, name = tiny("llama"), case[0]
+    model, name = model_for(case, "llama"), case[0]
     try:
         make((name, {**case[1], **change}), model)
     except (kv.ConfigError, kv.ManifestError):
@@ -207,7 +208,7 @@ def test_a_turn_that_some_rows_sit_out(case: tuple[str, dict[str, Any]], change:
 @pytest.mark.parametrize("change", [{}, {"evidence": "h2o"}, {"group": "max"}], ids=str)
 def test_a_row_of_pads_alone(case: tuple[str, dict[str, Any]], change: dict[str, Any]) -> None:
     """Another row's prompt finds a row without any token; its own comes later."""
-    model, (name, options) = tiny("llama"), case
+    model, (name, options) = model_for(case, "llama"), case
     if set(change) - set(policy_options(name)):
         pytest.skip("the policy has no such option")
     case, splits = (name, {**options, **change}), [24, 1, 20, 1, 1]
@@ -227,7 +228,7 @@ def test_a_row_of_pads_alone(case: tuple[str, dict[str, Any]], change: dict[str,
 def test_ratio_budgets_are_resolved_per_row(case: tuple[str, dict[str, Any]], ratio: float) -> None:
     if not has_budget(case[0]):
         pytest.skip("a cache that selects nothing has no budget")
-    model = tiny("llama")
+    model = model_for(case, "llama")
     prompts = [prompt(n, seed=n) for n in LENGTHS]
     ids, mask = left_padded(prompts)
     batched = make(case, model, budget=ratio)
@@ -241,7 +242,7 @@ def test_ratio_budgets_are_resolved_per_row(case: tuple[str, dict[str, Any]], ra
 
 @pytest.mark.proves("padded", "beams", family="llama")
 def test_beams_of_a_padded_batch(case: tuple[str, dict[str, Any]]) -> None:
-    model = tiny("llama")
+    model = model_for(case, "llama")
     prompts = [prompt(n, seed=n) for n in (40, 2, 17)]
     ids, mask = left_padded(prompts)
     out = generate(model, ids, make(case, model), 8, attention_mask=mask, num_beams=3)

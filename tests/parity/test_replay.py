@@ -14,6 +14,7 @@ from helpers import (
     case_id,
     forward,
     left_padded,
+    model_for,
     policy_units,
     prompt,
     small_options,
@@ -23,7 +24,7 @@ from helpers import (
 import hf_kvpolicy as kv
 from hf_kvpolicy.replay import CapturedPrompt, can_replay, capture_prompt, replay_prompt
 
-CASES = [("full", {}), *(case for case in policy_units() if case[0] not in PRUNING)]
+CASES = [("full", {}), *(case for case in policy_units() if case[0] not in (*PRUNING, "layer_condensed"))]
 
 
 def made(name: str, model: Any, options: dict[str, Any]) -> Any:
@@ -55,7 +56,7 @@ def run_and_replay(
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_a_replay_leaves_what_the_run_leaves(case: tuple[str, dict[str, Any]], family: str) -> None:
-    model, ids = tiny(family), prompt(30)
+    model, ids = model_for(case, family), prompt(30)
     ran, replayed = run_and_replay(case, model, capture_prompt(model, ids), ids)
     assert_same_content(ran, replayed)
     for name in ("forwards", "publications", "selections", "rows_dropped"):
@@ -66,7 +67,7 @@ def test_a_replay_leaves_what_the_run_leaves(case: tuple[str, dict[str, Any]], f
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_padded_rows_replay(case: tuple[str, dict[str, Any]]) -> None:
-    model = tiny("llama")
+    model = model_for(case, "llama")
     ids, mask = left_padded([prompt(30), prompt(21, seed=1)])
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     captured = capture_prompt(model, ids, mask, positions)
@@ -126,7 +127,8 @@ def test_what_cannot_be_replayed_is_refused() -> None:
         forward(model, ids, used)
     recording = kv.FullCache(model)
     recording.activate_past_recording()
-    for cache in (pruning, used, recording):
+    condensed = made("layer_condensed", model_for("layer_condensed"), {})
+    for cache in (pruning, used, recording, condensed):
         assert not can_replay(cache)
         with pytest.raises(kv.ConfigError, match="Run the prompt through the model instead"):
             replay_prompt(cache, model, captured)

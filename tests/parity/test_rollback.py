@@ -14,8 +14,11 @@ from helpers import (
     forward,
     generate,
     has_budget,
+    is_lossy,
     kept_positions,
     left_padded,
+    model_for,
+    neutral_options,
     only_budget,
     policies,
     policy_units,
@@ -26,7 +29,6 @@ from helpers import (
 from torch import Tensor
 
 import hf_kvpolicy as kv
-from hf_kvpolicy.registry import policy_class
 
 CASES = [*(case for case in policy_units() if case[0] not in PRUNING), ("full", {})]
 # What a pruned prompt or a block of an answer drops is never computed or gone at once: nothing of it can wait.
@@ -92,7 +94,7 @@ def assert_same_future(left: Batch, right: Batch) -> None:
 @pytest.mark.parametrize("family", ["llama_head_dim", "mistral_window"])
 def test_waiting_prompt(case: tuple[str, dict[str, Any]], family: str, rejected: int) -> None:
     """Assisted decoding's first forward carries the prompt and the first draft."""
-    model = tiny(family)
+    model = model_for(case, family)
     taken, never = Batch(model, make(case, model)), Batch(model, make(case, model))
     taken.cache.activate_past_recording()
     taken.feed(34)
@@ -107,7 +109,7 @@ def test_waiting_prompt(case: tuple[str, dict[str, Any]], family: str, rejected:
 @pytest.mark.parametrize("family", ["llama", "mistral_window"])
 def test_waiting_decode(case: tuple[str, dict[str, Any]], rejected: int, family: str) -> None:
     """Verification forwards of several tokens, one after another, as assisted decoding drives them."""
-    model = tiny(family)
+    model = model_for(case, family)
     taken, never = Batch(model, make(case, model)), Batch(model, make(case, model))
     for batch in (taken, never):
         batch.feed(30)
@@ -130,7 +132,7 @@ def test_waiting_prompt_of_one_token(case: tuple[str, dict[str, Any]], budget: f
     """The whole draft behind a prompt of one token is rejected; the ratio of that prompt is fixed all the same."""
     if not has_budget(case[0]):
         pytest.skip("a cache that selects nothing has no budget")
-    model = tiny("llama")
+    model = model_for(case, "llama")
     taken, never = (Batch(model, make(case, model, budget=budget)) for _ in range(2))
     for batch in (taken, never):
         batch.ids, batch.mask = prompt(60, rows=3), torch.ones(3, 60, dtype=torch.long)
@@ -150,7 +152,7 @@ def test_waiting_prompt_of_one_token(case: tuple[str, dict[str, Any]], budget: f
 def test_waiting_prompt_with_declared_chunks(case: tuple[str, dict[str, Any]], chunked: str, rejected: int) -> None:
     if not has_budget(case[0]):
         pytest.skip("a cache that selects nothing has no chunked_prefill option")
-    model = tiny("llama")
+    model = model_for(case, "llama")
     taken = Batch(model, make(case, model, chunked_prefill=chunked))
     never = Batch(model, make(case, model, chunked_prefill=chunked))
     taken.feed(12)
@@ -168,7 +170,7 @@ def test_waiting_prompt_with_declared_chunks(case: tuple[str, dict[str, Any]], c
 @pytest.mark.parametrize("width", [1, 5])
 @pytest.mark.parametrize("case", REFUSE_RECORDING, ids=case_id)
 def test_recorded_tokens_are_refused_and_change_nothing(case: Any, width: int, before: tuple[int, ...]) -> None:
-    model = tiny("llama")
+    model = model_for(case, "llama")
     taken, never = Batch(model, make(case, model)), Batch(model, make(case, model))
     for batch in (taken, never):
         for fed in before:
@@ -183,7 +185,7 @@ def test_recorded_tokens_are_refused_and_change_nothing(case: Any, width: int, b
 
 
 def test_rejecting_everything_leaves_the_parent(case: tuple[str, dict[str, Any]]) -> None:
-    model = tiny("llama")
+    model = model_for(case, "llama")
     taken, never = Batch(model, make(case, model)), Batch(model, make(case, model))
     for batch in (taken, never):
         batch.feed(30)
@@ -198,7 +200,7 @@ def test_rejecting_everything_leaves_the_parent(case: tuple[str, dict[str, Any]]
 
 
 def test_the_next_forward_accepts_what_waits(case: tuple[str, dict[str, Any]]) -> None:
-    model = tiny("llama")
+    model = model_for(case, "llama")
     taken, never = Batch(model, make(case, model)), Batch(model, make(case, model))
     for batch in (taken, never):
         batch.feed(30)
@@ -212,7 +214,7 @@ def test_the_next_forward_accepts_what_waits(case: tuple[str, dict[str, Any]]) -
 
 
 def test_batch_operations_move_what_waits(case: tuple[str, dict[str, Any]]) -> None:
-    model = tiny("llama")
+    model = model_for(case, "llama")
     taken, never = Batch(model, make(case, model)), Batch(model, make(case, model))
     taken.cache.activate_past_recording()
     taken.feed(34)
@@ -228,7 +230,7 @@ def test_batch_operations_move_what_waits(case: tuple[str, dict[str, Any]]) -> N
 
 
 def test_a_fork_while_tokens_wait(case: tuple[str, dict[str, Any]]) -> None:
-    model = tiny("llama")
+    model = model_for(case, "llama")
     taken = Batch(model, make(case, model))
     taken.cache.activate_past_recording()
     taken.feed(34)
@@ -261,10 +263,10 @@ def test_deep_rejection_of_a_waiting_prompt_is_refused_and_can_be_repeated() -> 
 @pytest.mark.parametrize("removed", [1, 3, 8, 20])
 def test_crop_without_recording_where_nothing_was_dropped(any_case: tuple[str, dict[str, Any]], removed: int) -> None:
     name, options = any_case
-    model = tiny("llama")
+    model = model_for(any_case, "llama")
     roomy = {**options, "budget": 200} if has_budget(name) else dict(options)
     if name in PRUNING or not has_budget(name):
-        roomy |= policy_class(name).neutral(200)
+        roomy |= neutral_options(name, 200)
     taken, never = (Batch(model, kv.make_cache(name, model, **roomy)) for _ in range(2))
     for width in (30, 1, 1, 1, 5):
         taken.feed(width)
@@ -287,9 +289,9 @@ def test_crop_without_recording_after_a_drop_is_refused_and_changes_nothing(
     any_case: tuple[str, dict[str, Any]],
 ) -> None:
     case, (name, _) = any_case, any_case
-    if name == "full":
-        pytest.skip("the full cache never drops")
-    model = tiny("llama")
+    if not is_lossy(name):
+        pytest.skip("nothing is ever dropped")
+    model = model_for(any_case, "llama")
     taken, never = Batch(model, make(case, model)), Batch(model, make(case, model))
     for batch in (taken, never):
         batch.feed(30)
@@ -315,7 +317,7 @@ def test_decode_rows_after_the_last_drop_can_be_cropped() -> None:
 
 @pytest.mark.parametrize("name", policies())
 def test_crop_arguments(name: str) -> None:
-    model, options = tiny("llama"), small_options(name) | only_budget(name)
+    model, options = model_for(name, "llama"), small_options(name) | only_budget(name)
     cache = kv.make_cache(name, model, **options)
     with pytest.raises(kv.ConfigError, match="negative"):
         cache.crop(3)
@@ -335,7 +337,7 @@ def test_crop_arguments(name: str) -> None:
 @pytest.mark.allow_deprecated  # transformers' own candidate generator passes a generation_config and arguments
 @pytest.mark.parametrize("kind", ["assistant", "prompt_lookup"])
 def test_assisted_decoding_at_a_small_budget_bounds_the_cache(case: tuple[str, dict[str, Any]], kind: str) -> None:
-    model, assistant = tiny("llama"), tiny("llama", seed=1, layers=1)
+    model, assistant = model_for(case, "llama"), tiny("llama", seed=1, layers=1)
     ids = torch.cat([prompt(15), prompt(15)], dim=1)
     extra = {"assistant_model": assistant} if kind == "assistant" else {"prompt_lookup_num_tokens": 3}
     cache = make(case, model)
@@ -353,7 +355,7 @@ def test_assisted_decoding_at_a_small_budget_bounds_the_cache(case: tuple[str, d
 @pytest.mark.parametrize("name", ["random", "snapkv"])
 def test_assisted_ids_equal_greedy_ids_where_decode_only_appends(name: str) -> None:
     """A policy that acts at the end of the prompt decodes the same ids with and without an assistant."""
-    model, assistant = tiny("llama"), tiny("llama", seed=1, layers=1)
+    model, assistant = model_for(name, "llama"), tiny("llama", seed=1, layers=1)
     plain = generate(model, prompt(30), kv.make_cache(name, model, **small_options(name)), 12)
     helped = kv.make_cache(name, model, **small_options(name))
     assert torch.equal(generate(model, prompt(30), helped, 12, assistant_model=assistant), plain)
@@ -376,7 +378,7 @@ DRAFTS = [*((case, n) for case in ENDED_BY_A_PROMPT for n in (1, 2)), *((case, 1
 @pytest.mark.parametrize(("case", "accepted"), DRAFTS, ids=case_id)
 def test_accepted_decode_tokens_end_a_held_prompt(case: Any, accepted: int) -> None:
     """As tokens that are fed one by one do."""
-    model, ids = tiny("llama", layers=1), prompt(30)
+    model, ids = model_for(case, "llama", layers=1), prompt(30)
     cache, fed = (make(case, model, chunked_prefill="hold") for _ in range(2))
     with torch.no_grad():
         forward(model, ids[:, :14], fed)

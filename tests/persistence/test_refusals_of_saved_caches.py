@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import forward, has_budget, prompt, small_options, tiny
+from helpers import forward, has_budget, model_for, prompt, small_options, tiny
 from safetensors.torch import load_file, save_file
 
 import hf_kvpolicy as kv
@@ -198,7 +198,7 @@ def test_stores_of_layer_pairs_that_contradict_their_record(change: Any, tmp_pat
 
 @pytest.mark.parametrize("name", ["full", "snapkv", "streaming_llm", "minicache"])
 def test_waiting_tokens_are_not_accepted_by_saving(name: str, tmp_path: Path) -> None:
-    model = tiny("llama")
+    model = model_for(name, "llama")
     cache = kv.make_cache(name, model, **(small_options(name) | ({"budget": 40} if has_budget(name) else {})))
     forward(model, prompt(9, 1), cache)
     cache.activate_past_recording()

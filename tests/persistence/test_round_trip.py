@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PRUNING, case_id, forward, left_padded, policy_units, prompt, tiny
+from helpers import PRUNING, case_id, forward, left_padded, model_for, policy_units, prompt, tiny
 from torch import Tensor
 
 import hf_kvpolicy as kv
@@ -128,7 +128,7 @@ def place(moment: str) -> tuple[str, str]:
 def test_continues_bit_for_bit(case: Any, moment: str, tmp_path: Path) -> None:
     if case[0] in PRUNING and MOMENTS[moment] is _cropped:
         pytest.skip("a prompt that is pruned while it runs cannot be recorded")
-    model = tiny(*place(moment))
+    model = model_for(case, *place(moment))
     session = Session(model, kv.make_cache(case[0], model, **case[1]))
     MOMENTS[moment](session)
     cache = session.cache
@@ -151,7 +151,7 @@ def test_continues_bit_for_bit(case: Any, moment: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral_window"])
 @pytest.mark.parametrize("case", HOLD, ids=case_id)
 def test_an_open_prompt_keeps_its_rule_and_queries(case: Any, family: str, tmp_path: Path) -> None:
-    model = tiny(family)
+    model = model_for(case, family)
     session = Session(model, kv.make_cache(case[0], model, **case[1])).prefill()
     session.cache.save_pretrained(tmp_path / "cache")
     twin = session.continued_by(kv.load_cache(tmp_path / "cache", model))
@@ -168,7 +168,7 @@ def test_an_open_prompt_keeps_its_rule_and_queries(case: Any, family: str, tmp_p
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_an_empty_cache_and_a_reset_one(case: Any, tmp_path: Path) -> None:
-    model = tiny("llama")
+    model = model_for(case, "llama")
     session = Session(model, kv.make_cache(case[0], model, **case[1]))
     for place in ("empty", "reset"):
         session.cache.save_pretrained(tmp_path / place)
@@ -227,7 +227,7 @@ torch.save(steps, place + "/logits.pt")
 
 @pytest.mark.parametrize(("name", "backend"), [("snapkv", "sdpa"), ("streaming_llm", "eager")])
 def test_another_process_continues(name: str, backend: str, tmp_path: Path) -> None:
-    model = tiny("llama", backend)
+    model = model_for(name, "llama", backend)
     cache = (
         kv.make_cache(name, model, budget=8) if name == "streaming_llm" else kv.SnapKVCache(model, budget=8, window=3)
     )

@@ -8,15 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import (
-    assert_same_content,
-    content,
-    forward,
-    policies,
-    prompt,
-    small_options,
-    tiny,
-)
+from helpers import assert_same_content, content, forward, model_for, policies, prompt, small_options
 
 import hf_kvpolicy as kv
 from hf_kvpolicy.config import policy_options
@@ -34,7 +26,7 @@ class Started:
     """A cache that has been fed a prompt and two tokens, and an equal one that nobody disturbs."""
 
     def __init__(self, name: str, model: Any | None = None, rows: int = 2) -> None:
-        self.model = model or tiny("llama")
+        self.model = model or model_for(name, "llama")
         self.caches = [make(name, self.model) for _ in range(2)]
         self.cache, self.calm = self.caches
         self.ids = prompt(40, rows=rows)

@@ -15,6 +15,7 @@ from helpers import (
     dynamic_cache,
     forward,
     generate,
+    model_for,
     only_budget,
     prompt,
     small_options,
@@ -44,7 +45,7 @@ def test_bad_budgets(name: str, budget: Any) -> None:
 @pytest.mark.parametrize("name", BUDGETED)
 @pytest.mark.parametrize("budget", [10**9, 10**30, 1.0, "1GiB"])
 def test_budgets_above_everything_work(name: str, budget: Any) -> None:
-    model, twin = tiny("llama"), tiny("llama")
+    model, twin = model_for(name, "llama"), model_for(name, "llama")
     ids = prompt(30)
     cache = make(name, model, budget=budget, **only_budget(name))
     out = generate(model, ids, cache)
@@ -57,7 +58,7 @@ def test_budgets_above_everything_work(name: str, budget: Any) -> None:
 
 @pytest.mark.parametrize("name", BUDGETED)
 def test_a_byte_budget_too_small_for_the_batch(name: str) -> None:
-    model = tiny("llama")
+    model = model_for(name, "llama")
     cache = make(name, model, budget="1B")
     with pytest.raises(kv.BudgetError, match=r"Give at least \d+ bytes"):
         generate(model, prompt(30), cache)
@@ -71,8 +72,8 @@ def test_a_byte_budget_too_small_for_the_batch(name: str) -> None:
 @pytest.mark.parametrize("budget", [1, 7, 8])
 def test_a_window_that_fills_the_budget(name: str, budget: int) -> None:
     with pytest.raises(kv.BudgetError, match="at least 9 rows"):
-        make(name, tiny("llama").config, budget=budget, window=8)
-    model = tiny("llama")
+        make(name, model_for(name, "llama").config, budget=budget, window=8)
+    model = model_for(name, "llama")
     cache = make(name, model, budget=9, window=8)
     generate(model, prompt(30), cache)
     cache.check_integrity()
@@ -80,7 +81,7 @@ def test_a_window_that_fills_the_budget(name: str, budget: int) -> None:
 
 @pytest.mark.parametrize("name", [n for n in BUDGETED if "protect" in policy_options(n)])
 def test_protection(name: str) -> None:
-    config = tiny("llama").config
+    config = model_for(name, "llama").config
     with pytest.raises(kv.BudgetError, match="protect fewer"):
         make(name, config, protect=range(40))
     for wrong in ([-1], [1.5], ["a"], [True]):
@@ -93,7 +94,7 @@ def test_a_ratio_with_bounded_chunks(name: str) -> None:
     if "chunked_prefill" not in policy_options(name):
         pytest.skip("no chunked_prefill option")
     with pytest.raises(kv.BudgetError, match="chunked_prefill='hold'"):
-        make(name, tiny("llama").config, budget=0.5, chunked_prefill="bounded")
+        make(name, model_for(name, "llama").config, budget=0.5, chunked_prefill="bounded")
 
 
 OPTIONS = ("unit", "owner", "group", "positions", "on_append", "chunked_prefill", "variant", "fallback")
@@ -105,14 +106,14 @@ OPTIONS = ("unit", "owner", "group", "positions", "on_append", "chunked_prefill"
 def test_unknown_values(case: tuple[str, dict[str, Any]]) -> None:
     name, options = case
     with pytest.raises(kv.ConfigError, match=f"{next(iter(options))}='nonsense' is unknown; allowed are"):
-        make(name, tiny("llama").config, **options)
+        make(name, model_for(case, "llama").config, **options)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if "on_append" in policy_options(n)])
 def test_a_later_prompt_is_kept_whole_or_that_is_refused(name: str) -> None:
     if name == "fastgen":
         pytest.skip("append keeps what was chosen for each head, and its limits")
-    model = tiny("llama")
+    model = model_for(name, "llama")
     try:
         cache = make(name, model, on_append="append")
     except kv.ManifestError as error:
@@ -155,7 +156,7 @@ def test_options_of_a_wrong_type(case: tuple[str, str, str]) -> None:
             continue
         options = {**({} if name == "full" else small_options(name)), option: value}
         with pytest.raises(kv.ConfigError, match=rf"{option}=.*must be .*, but is a {type(value).__name__}\.$"):
-            policy_class(name)(tiny("llama").config, **options)
+            policy_class(name)(model_for(case, "llama").config, **options)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +200,7 @@ def test_layers_and_rows_that_do_not_exist(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_half_precision_works(name: str, family: str, dtype: torch.dtype) -> None:
-    model = tiny(family).to(dtype)
+    model = model_for(name, family).to(dtype)
     cache = make(name, model)
     out = generate(model, prompt(30, rows=2), cache, 8, output_logits=True, return_dict_in_generate=True)
     assert all(step.isfinite().all() for step in out.logits)
@@ -217,7 +218,7 @@ def test_dtype_changed_midway(name: str) -> None:
 
 
 def test_attach_twice_and_detach_twice(name: str) -> None:
-    model = tiny("llama")
+    model = model_for(name, "llama")
     before = {key: str(value) for key, value in model.__dict__.items() if not key.startswith("_")}
     for _ in range(2):
         assert kv.attach(model) is model
@@ -238,7 +239,7 @@ def test_cases_are_named() -> None:
 def test_names_of_options_are_checked_by_the_class_as_well(name: str) -> None:
     cls = policy_class(name)
     with pytest.raises(kv.ConfigError, match=f"{cls.__name__} has no option 'windw'"):
-        cls(tiny().config, windw=16)
+        cls(model_for(name).config, windw=16)
 
 
 def test_a_missing_budget_is_a_sentence_and_a_close_name_is_suggested() -> None:

@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import (
-    CACHE,
-    assert_same_content,
-    content,
-    forward,
-    generate,
-    prompt,
-    tiny,
-)
+from helpers import CACHE, assert_same_content, content, forward, generate, model_for, prompt, tiny
 from refusals.started import ATTACH, Started, make
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
@@ -25,7 +17,7 @@ import hf_kvpolicy as kv
 
 
 def test_not_attached(name: str) -> None:
-    model = tiny("llama")
+    model = model_for(name, "llama")
     cache = make(name, model.config)
     for call in (lambda: generate(model, prompt(9), cache), lambda: forward(model, prompt(9), cache)):
         with pytest.raises(kv.ConfigError, match=ATTACH):
@@ -71,7 +63,7 @@ def test_not_attached_after_a_forward_that_died(name: str, place: str, then: str
     with pytest.raises(Died), torch.no_grad():
         forward(model, started.ids[:, 22:23], started.cache)
     handle.remove()
-    other = tiny("llama", seed=5)
+    other = model_for(name, "llama", seed=5)
     if then == "detached":
         other = kv.detach(model)
     before = content(started.cache)
@@ -93,18 +85,18 @@ def test_not_attached_after_a_forward_that_died(name: str, place: str, then: str
 
 def test_another_model(name: str) -> None:
     started = Started(name)
-    same_shape = kv.attach(tiny("llama", seed=3))
+    same_shape = kv.attach(model_for(name, "llama", seed=3))
     with started.refuses(kv.ConfigError, "another .*Make a cache for this model"):
         forward(same_shape, prompt(1, rows=2), started.cache)
 
 
 def test_another_shape(name: str) -> None:
-    cache = make(name, tiny("llama").config)
-    for model in (tiny("llama", layers=3), tiny("llama_head_dim"), tiny("mistral")):
+    cache = make(name, model_for(name, "llama").config)
+    for model in (model_for(name, "llama", layers=3), model_for(name, "llama_head_dim"), model_for(name, "mistral")):
         kv.attach(model)
         with pytest.raises(kv.ConfigError, match="Make the cache from this model"):
             forward(model, prompt(9), cache)
-    model = kv.attach(tiny("llama"))
+    model = kv.attach(model_for(name, "llama"))
     assert torch.equal(generate(model, prompt(20), cache), generate(model, prompt(20), make(name, model)))
 
 

@@ -348,7 +348,7 @@ def test_records_say_what_rows_stand_for() -> None:
 
 
 def test_plain_rows_import_nothing_of_it(tmp_path: Path) -> None:
-    """A process that runs other policies never loads the step, the store or the codec of merged rows."""
+    """A process that runs other policies never loads the step, the store or the codec of rows that replace others."""
     code = """
 import json, sys
 import torch, hf_kvpolicy as kv
@@ -366,7 +366,8 @@ print(json.dumps(sorted(name for name in sys.modules if name.startswith("hf_kvpo
     assert done.returncode == 0, done.stderr
     loaded = json.loads(done.stdout.splitlines()[-1])
     assert "hf_kvpolicy.persistence.codec" in loaded
-    new = {"engine.merged", "storage.merged", "persistence.pairs", "replacements"}
+    new = {"engine.merged", "storage.merged", "persistence.pairs", "replacements", "pair_records"}
+    new |= {"engine.condensed", "condensed_records", "repeating"}
     assert not {f"hf_kvpolicy.{name}" for name in new} & set(loaded)
     for name in new:
         assert (Path(kv.__file__).parent / f"{name.replace('.', '/')}.py").exists(), name

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from helpers import PRUNING, forward, left_padded, policy_units, prompt, small_options, tiny
+from helpers import PRUNING, forward, left_padded, model_for, policy_units, prompt, small_options
 from torch import Tensor
 
 import hf_kvpolicy as kv
@@ -115,7 +115,7 @@ def pair_id(value: Any) -> str:
 
 def prepared(case: Case, scenario: Scenario) -> tuple[Any, Any]:
     """Return (attached model, cache in the scenario's state)."""
-    model = tiny("llama")
+    model = model_for(case, "llama")
     cache = kv.make_cache(case[0], model, **case[1])
     scenario.prepare(model, cache)
     return model, cache
