@@ -54,8 +54,9 @@ class CondensedStep(AppendStep):
         self._brought: set[int] = set()
         self._attended_maps: dict[int, RowMap] = {}
         self._own_columns: Tensor | None = None
-        # A batch row without a row, or one whose rows are hidden now, has queries that see nothing.
-        self._may_see_nothing = 0 in (snapshot.counts or (0,)) or inputs.changed_mask_BF is not None
+        # A batch row without a row has queries that see nothing, and so may one whose rows are hidden or far away.
+        hides = inputs.changed_mask_BF is not None or any(runtime.geometry.window_tokens)
+        self._may_see_nothing = hides or 0 in (snapshot.counts or (0,))
 
     def layer_runs(self) -> Iterator[LayerRun] | None:
         return None if len(self._runs) == 1 else self._begun()

@@ -164,6 +164,55 @@ def test_layers_run_as_often_as_the_checkpoint_says(widths: Any, runs: int) -> N
     assert len(calls) == runs
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("encoding", ["sequential", "iterated"])
+def test_a_token_whose_window_holds_nothing_gets_zeros(encoding: str) -> None:
+    """A row sits out longer than the model's window is wide: its next token sees no row of a later layer."""
+    found = []
+    for backend in BACKENDS:
+        model = condensed(TEACHING, "mistral_window")
+        model.set_attn_implementation(backend)
+        cache = kv.LayerCondensedCache(model, encoding=encoding, passes=4)
+        mask, logits = torch.ones(2, 0, dtype=torch.long), []
+        for seed, (width, sits_out) in enumerate([(9, False), (8, True), (1, False), (6, False)]):
+            new = torch.ones(2, width, dtype=torch.long)
+            new[1] = 0 if sits_out else 1
+            mask = torch.cat([mask, new], dim=1)
+            given = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1)[:, -width:]}
+            logits.append(forward(model, prompt(width, seed, 2), cache, **given)[new.bool()])
+        found.append(torch.cat(logits))
+    assert found[0].isfinite().all()
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("encoding", ["sequential", "iterated"])
+@pytest.mark.parametrize("dies_in", [1, 2, 4])
+def test_a_forward_that_dies_between_runs_leaves_nothing(encoding: str, dies_in: int) -> None:
+    model, ids, runs = condensed(TEACHING), prompt(30), []
+
+    def fail(*_: Any) -> None:
+        runs.append(1)
+        if len(runs) == dies_in:
+            raise KeyboardInterrupt
+
+    died, never = (kv.LayerCondensedCache(model, encoding=encoding, passes=4) for _ in range(2))
+    for cache in (died, never):
+        fed(model, cache, ids, (7, 1))
+    snapshot = died._runtime.snapshot
+    handle = model.model.layers[3].register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        forward(model, prompt(9, 5), died)
+    handle.remove()
+    assert len(runs) == dies_in
+    assert died._runtime.snapshot is snapshot
+    died.check_integrity()
+    for cache in (died, never):
+        cache.found = fed(model, cache, ids[:, 8:], (6, 1, 9))
+    assert torch.equal(died.found, never.found)
+    assert_same_content(died, never)
+
+
 # -- what is stored ---------------------------------------------------------------------------------------------------
 
 
