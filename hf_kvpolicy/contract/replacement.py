@@ -160,7 +160,7 @@ def trained_rows(entry: Any) -> str | None:
     if entry is None:
         return None
     kind = entry.get("kind") if isinstance(entry, Mapping) else None
-    if kind not in _TRAINED_KINDS:
+    if not isinstance(kind, str) or kind not in _TRAINED_KINDS:
         raise CheckpointAdmissionError(
             f"The checkpoint's config says kvpolicy={entry!r}, but known are mappings whose kind is "
             f"{' or '.join(map(repr, _TRAINED_KINDS))}. Use a version of hf_kvpolicy that knows this checkpoint."

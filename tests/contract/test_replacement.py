@@ -18,6 +18,7 @@ from hf_kvpolicy.contract import (
     check_replaced_rows,
     check_segments,
     producers_of_pairs,
+    trained_rows,
     validate_selection,
 )
 from hf_kvpolicy.errors import CheckpointAdmissionError, ConfigError, ManifestError, SelectionError
@@ -130,6 +131,21 @@ def test_an_ordinary_checkpoint_admits_depth_pairs_only(kind: str) -> None:
         admit_checkpoint(kind)
     with pytest.raises(CheckpointAdmissionError, match="read wrongly"):
         admit_checkpoint("merged_depth_pairs", trained_for=kind)
+
+
+@pytest.mark.parametrize("kind", ["merged_segments", "condensed_layers"])
+def test_original_rows_are_those_of_an_ordinary_checkpoint(kind: str) -> None:
+    admit_checkpoint("original_kv_rows")
+    with pytest.raises(CheckpointAdmissionError, match="read wrongly"):
+        admit_checkpoint("original_kv_rows", trained_for=kind)
+
+
+def test_a_config_says_what_its_checkpoint_was_trained_for() -> None:
+    assert trained_rows(None) is None
+    assert trained_rows({"kind": "layer_condensed", "map": [1, 1]}) == "condensed_layers"
+    for entry in ({}, {"kind": None}, {"kind": []}, {"kind": "something_new"}, "layer_condensed", []):
+        with pytest.raises(CheckpointAdmissionError, match="that knows this checkpoint"):
+            trained_rows(entry)
 
 
 # -- manifest, state, receipt -----------------------------------------------------------------------------------------
