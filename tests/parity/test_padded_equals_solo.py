@@ -22,7 +22,6 @@ from helpers import (
     policy_units,
     prompt,
     small_options,
-    tiny,
 )
 from torch import Tensor
 
@@ -259,7 +258,7 @@ def test_half_precision_agreement_is_reported(capsys: pytest.CaptureFixture[str]
     """Rounding differs between batch shapes in bf16, so agreement is printed, not asserted."""
     shares = []
     for name, options in CASES:
-        model = tiny("llama").to(torch.bfloat16)
+        model = model_for(name, "llama").to(torch.bfloat16)
         prompts = [prompt(n, seed=n) for n in LENGTHS]
         ids, mask = left_padded(prompts)
         batched = kv.make_cache(name, model, **options)

@@ -328,7 +328,7 @@ def test_every_option_is_recorded() -> None:
     from hf_kvpolicy.config import policy_options
 
     for name in policies():
-        model = tiny("llama")
+        model = model_for(name, "llama")
         cache = kv.make_cache(name, model, **small_options(name))
         recorded = cache.manifest.selection_contract.options
         missing = [option for option in policy_options(name) if option not in recorded]
