@@ -66,6 +66,7 @@ from .replaced_rows import (
     check_segments,
 )
 from .replacement import (
+    CONDENSED,
     DEPTH_PAIRS,
     REPLACEMENT_KINDS,
     SEGMENTS,
@@ -167,6 +168,7 @@ __all__ = [
     "BUDGET_SCOPES",
     "BUDGET_UNITS",
     "CADENCES",
+    "CONDENSED",
     "DECISION_PHASES",
     "DEPTH_PAIRS",
     "DUPLICATE_RULES",

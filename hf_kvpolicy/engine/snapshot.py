@@ -1,6 +1,6 @@
 """What is published: one immutable record that every reader follows.
 
-Letters: B batch rows, F columns ever fed, Q query heads, W held queries, D head dimension.
+Letters: B batch rows, Q query heads, W held queries, D head dimension.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ..masks import MaskRecord
 from ..storage import DenseRows, RaggedLayer, RaggedMap, RaggedRows, RowMap, owners_of
 from ..weighting import Weighting
 from .foreign import ForeignLayers, selected_layers
+from .frontier import Frontier
 from .placement import Moves, Placement
 from .queries import QueryWindow
 
@@ -25,53 +26,6 @@ if TYPE_CHECKING:
     from ..storage.trailing import PendingTokens
 
 __all__ = ["Frontier", "OpenSegment", "Snapshot"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Frontier:
-    """How far each batch row has come. Host numbers, so that the hot path never waits for the device."""
-
-    columns: int = 0
-    # Real tokens of each batch row.
-    tokens: tuple[int, ...] = ()
-    # Model position minus token position, fixed by the first forward of each row.
-    position_offsets: tuple[int | None, ...] = ()
-    # 2-D mask of everything fed, bool [B, F]; None while no column was ever masked.
-    seen_BF: Tensor | None = None
-    # Kind of every token fed, uint8 [B, F] (`engine/token_kinds.py`); None for policies that do not ask.
-    kinds_BF: Tensor | None = None
-
-    def batch(self, index: Sequence[int], index_B: Tensor) -> Frontier:
-        """Return the frontier with its batch rows selected, repeated or reordered."""
-        return replace(
-            self,
-            tokens=tuple(self.tokens[i] for i in index),
-            position_offsets=tuple(self.position_offsets[i] for i in index),
-            seen_BF=None if self.seen_BF is None else self.seen_BF.index_select(0, index_B.to(self.seen_BF.device)),
-            kinds_BF=None if self.kinds_BF is None else self.kinds_BF.index_select(0, index_B.to(self.kinds_BF.device)),
-        )
-
-    def to(self, device: torch.device, move: Moves) -> Frontier:
-        """Return the frontier with its tensors on a device."""
-        seen, kinds = self.seen_BF, self.kinds_BF
-        if seen is None and kinds is None:
-            return self
-        return replace(
-            self,
-            seen_BF=None if seen is None else move(seen, device),
-            kinds_BF=None if kinds is None else move(kinds, device),
-        )
-
-    def cropped(self, columns: int) -> Frontier:
-        """Return the frontier without the last columns."""
-        lost = [columns] * len(self.tokens)
-        seen = self.seen_BF
-        if seen is not None:
-            lost = [int(n) for n in seen[:, self.columns - columns :].sum(-1).tolist()]
-            seen = seen[:, : self.columns - columns].clone()
-        tokens = tuple(token - gone for token, gone in zip(self.tokens, lost, strict=True))
-        kinds = None if self.kinds_BF is None else self.kinds_BF[:, : self.columns - columns].clone()
-        return replace(self, columns=self.columns - columns, tokens=tokens, seen_BF=seen, kinds_BF=kinds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -131,6 +85,8 @@ class Snapshot:
     ragged: tuple[RaggedLayer, ...] = ()
     # Stores of two layers each, ascending.
     pairs: tuple[MergedPair, ...] = ()
+    # The layer whose rows each layer reads, where some layers store none; `rows` are then those of the layers that do.
+    producers: tuple[int, ...] = ()
     # What waits for acceptance before it is merged: of pairs two entries each, of merged tokens one a layer.
     pending: tuple[DenseRows | PendingTokens, ...] = ()
     # Rows appended since the last selection, the same for every layer and head.
@@ -198,9 +154,15 @@ class Snapshot:
         mask_B = torch.tensor(list(settled), device=scores.device)
         return scores.masked_fill(mask_B.view(1, -1, 1, 1, 1), 0.0)
 
+    def storing(self, layers: int) -> Sequence[int]:
+        """Return those of so many layers that store rows."""
+        return sorted(set(self.producers)) or range(layers)
+
     @property
     def stores(self) -> tuple[tuple[int, ...], ...]:
         """The layers behind each of `buffers`: one, or the two of a pair."""
+        if self.producers:
+            return tuple((layer,) for layer in self.storing(0))
         layers = len(self.rows) + len(self.ragged) + 2 * len(self.pairs)
         return producers_of_pairs(layers, [pair.layers for pair in self.pairs])
 
@@ -255,19 +217,21 @@ class Snapshot:
             if layer in pair.layers:
                 return pair.restored(layer, self.width)
         alone = [layers[0] for layers in self.stores if len(layers) == 1]
+        layer = self.producers[layer] if self.producers else layer
         return self.rows[alone.index(layer)].view(self.width) if self.rows else (None, None)
 
     def owner_rows(self, layer: int, heads: int) -> list[list[int]]:
         """Return the live rows of one layer's owners, [B][S]."""
         if not self.ragged:
-            return [[count] * heads for count in self.counts]
+            stores = not self.producers or layer in self.producers
+            return [[count if stores else 0] * heads for count in self.counts]
         lengths, tails = self.ragged[layer].map.lengths, self.tail_counts
         return [[rows + tail for rows in lengths[b * heads : (b + 1) * heads]] for b, tail in enumerate(tails)]
 
     def total_rows(self, layers: int, heads: int) -> int:
         """Return the live rows of all owners."""
         if not self.ragged:
-            return sum(self.counts) * layers * heads
+            return sum(self.counts) * len(self.storing(layers)) * heads
         return sum(sum(layer.map.lengths) for layer in self.ragged) + sum(self.tail_counts) * layers * heads
 
     def payload_bytes(self, layers: int, heads: int) -> int:
@@ -306,7 +270,8 @@ class Snapshot:
         maps = tuple(part.device for part in self.layout)
         pairs = zip(self.stores, self.buffers, strict=True)
         devices = {layer: rows.device for layers, rows in pairs for layer in layers}
-        return Placement(layers=tuple(devices[i] for i in range(len(devices))), maps=maps, shared=maps[0])
+        read = self.producers or range(len(devices))
+        return Placement(layers=tuple(devices[layer] for layer in read), maps=maps, shared=maps[0])
 
     def to(self, place: Placement, move: Moves) -> Snapshot:
         """Return the snapshot with every part on the device given for it; a part that lies there is not copied."""
@@ -353,7 +318,9 @@ class Snapshot:
         return replace(self.to(there, move), home=None if there == self.home else self.home)
 
     def _moves_with(self, layer: int | None) -> tuple[int | None, ...]:
-        """Return what moves as a layer does: of a pair nothing with the lower one, and both with the deeper."""
+        """Return what moves with a layer: nothing with one without a store, or a pair's lower one; else all readers."""
+        if self.producers and layer is not None:
+            return tuple(reader for reader, producer in enumerate(self.producers) if producer == layer)
         for pair in self.pairs:
             if layer in pair.layers:
                 return pair.layers if layer == pair.layers[1] else ()

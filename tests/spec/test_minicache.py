@@ -348,7 +348,7 @@ def test_records_say_what_rows_stand_for() -> None:
 
 
 def test_plain_rows_import_nothing_of_it(tmp_path: Path) -> None:
-    """A process that runs other policies never loads the step, the store or the codec of merged rows."""
+    """A process that runs other policies never loads the step, the store or the codec of rows that replace others."""
     code = """
 import json, sys
 import torch, hf_kvpolicy as kv
@@ -368,6 +368,7 @@ print(json.dumps(sorted(name for name in sys.modules if name.startswith("hf_kvpo
     assert "hf_kvpolicy.persistence.codec" in loaded
     new = {"engine.merged", "storage.merged", "persistence.pairs", "replacements"}
     new |= {"engine.merged_tokens", "engine.token_frame", "storage.trailing", "replaced_segments"}
+    new |= {"engine.condensed", "replaced_pairs", "replaced_layers", "repeating"}
     assert not {f"hf_kvpolicy.{name}" for name in new} & set(loaded)
     for name in new:
         assert (Path(kv.__file__).parent / f"{name.replace('.', '/')}.py").exists(), name
