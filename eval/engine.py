@@ -82,9 +82,9 @@ def check_takes_budget(names: Iterable[str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheUse:
-    """Rows and bytes of a cache at one moment; rows are per layer and stored head."""
+    """Rows and bytes of a cache at one moment; rows are per stored head of the layers that store any."""
 
-    # Pairs of layer and stored head.
+    # Pairs of such a layer and head.
     owners: int
     rows_mean: float
     rows_min: int
@@ -102,7 +102,9 @@ class CacheUse:
 
 def measure(cache: Any) -> CacheUse:
     """Read rows, bytes and counters from a cache of one batch row."""
-    rows = [int(count) for layer in cache.policy_layers for count in cache.stored_rows(layer).flatten()]
+    layers = [cache.stored_rows(layer).flatten() for layer in cache.policy_layers]
+    # Layers that read another's rows have none.
+    rows = [int(count) for counts in [own for own in layers if own.any()] or layers for count in counts]
     ledger, counted = cache.ledger(), cache.statistics
     names = ("forwards", "publications", "selections", "rows_dropped")
     return CacheUse(

@@ -1,9 +1,9 @@
 """Making a model ready for policy caches, and undoing it exactly.
 
 What `attach` leaves on a model is one registered implementation name in its config, or forwards bound on its attention
-modules where those are no functions of transformers (`own_attention`), hooks without state on the model and on its text
-decoder, and the methods that its family's patch names; all can be read back from the model itself, so nothing is
-remembered elsewhere and copies of a model work.
+modules where those are no functions of transformers (`own_attention`) or on the decoder of a layer-condensed checkpoint
+(`repeating`), hooks without state on the model and on its text decoder, and the methods that its family's patch names;
+all can be read back from the model itself, so nothing is remembered elsewhere and copies of a model work.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .backends import BACKENDS, admit_backend, backend_of, registered_name, stock_attention
 from .cache import PolicyCache
 from .compat import cache_of_call, model_supports, set_implementation
+from .contract import CONDENSED, declared_training
 from .errors import BackendAdmissionError, ConfigError, UnsupportedModelError
 from .fingerprint import config_digest
 from .frame import READER, Reader, active_cache, enter_forward, take_reader
@@ -60,6 +61,12 @@ def attach(model: _Model, backend: str | None = None) -> _Model:
     bound = None if own is None else bound_backend(own.modules)
     name = registered_name(backend or bound or backend_of(before) or before)
     admit_backend(BACKENDS[name])
+    training = declared_training(text_config(inner.config))
+    repeats = training is not None and training[0] == CONDENSED
+    if repeats:
+        from .repeating import refuse_unrepeatable  # no other checkpoint needs it
+
+        refuse_unrepeatable(patch, decoder)
     if own is not None:
         bind(own, BACKENDS[name])
     elif before not in (name, BACKENDS[name]) and not model_supports(named, BACKENDS[name]):
@@ -74,6 +81,10 @@ def attach(model: _Model, backend: str | None = None) -> _Model:
         )
     else:
         stock_attention(BACKENDS[name], patch.attention(decoder))
+    if repeats:
+        from .repeating import repeat_layers
+
+        repeat_layers(decoder, BACKENDS[name])
     for module, hook in _places(inner, decoder):
         if not _hooks(module, hook):
             module.register_forward_pre_hook(hook, with_kwargs=True)

@@ -16,10 +16,10 @@ from transformers.cache_utils import Cache
 
 from .compat import stock_layers
 from .contract import KVPolicyState, KVVisibilityPolicyManifest, PackedKVViewReceipt
-from .engine import Composition, RunStatistics, Runtime
+from .engine import Composition, RunStatistics, Runtime, Step
 from .errors import BackendAdmissionError, ConfigError, IntegrityError
 from .fingerprint import checkpoint_fingerprint
-from .frame import STEP, KeptTokens, LayerStep, Reader, active_cache, weakly
+from .frame import STEP, LayerStep, Reader, active_cache, weakly
 from .geometry import CacheGeometry, text_config
 from .layers import ANOTHER_MODEL, NOT_ATTACHED, ForeignAccess, layer_faces, policy_layer
 from .ledger import Ledger, account
@@ -92,6 +92,7 @@ class PolicyCache(ForeignAccess, Cache):  # type: ignore[misc]
         bound = None if self._decoder is None else self._decoder()
         if bound is None:
             self._geometry.require(decoder.config)
+            self.composition.check_model(self._geometry, text_config(decoder.config))
             self._bind(decoder)
         elif bound is not decoder:
             raise ConfigError(ANOTHER_MODEL.format(type(bound).__name__))
@@ -99,9 +100,10 @@ class PolicyCache(ForeignAccess, Cache):  # type: ignore[misc]
         if self._runtime.step is not None and self._runtime.step.prunes:
             prune_between(self._patch.decoder_layers(decoder))
 
-    def kept_tokens(self) -> KeptTokens | None:
-        """Return which tokens the next decoder layer computes, or None for all (asked by the hook on layers)."""
-        return None if self._runtime.step is None else self._runtime.step.kept_tokens()
+    @property
+    def in_flight(self) -> Step | None:
+        """The forward in flight, asked by what stands between the model's loop and its layers."""
+        return self._runtime.step
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -150,9 +152,8 @@ class PolicyCache(ForeignAccess, Cache):  # type: ignore[misc]
     def offload(self, layer_idx: int | None = None, only_non_sliding: bool = True) -> None:
         """Move what one layer holds, or everything, to the CPU; the next forward brings it back by itself.
 
-        What layers share (maps, carried scores) leaves with the last of them. What waits for acceptance moves along.
-        There is no `offloading=True`: transformers then swaps layers in and out during a forward, but a forward here
-        publishes all layers at once, so that all must be present.
+        What layers share leaves with the last of them; what waits for acceptance moves along. There is no
+        `offloading=True`, which swaps layers during a forward: here one publishes all layers at once.
         """
         # Layers no policy acts on stay where they are.
         if layer_idx is None or not self._geometry.leaves_alone(layer_idx):

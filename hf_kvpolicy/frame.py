@@ -22,6 +22,7 @@ __all__ = [
     "READER",
     "STEP",
     "KeptTokens",
+    "LayerRun",
     "LayerStep",
     "Reader",
     "active_cache",
@@ -83,6 +84,16 @@ class KeptTokens:
     among_present_BW: Tensor | None
     # Where they lie among all of the forward's tokens.
     among_new_BW: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRun:
+    """One run of the decoder's layers among several of one forward."""
+
+    # The forward's tokens that it computes.
+    tokens: slice
+    # Whether what it computes is part of the forward's output; else only its rows are of use, to the next run.
+    is_output: bool
 
 
 def enter_forward(cache: PolicyCache | None) -> None:

@@ -112,7 +112,7 @@ def account(runtime: Runtime) -> Ledger:
         transient_peak_bytes=max(runtime.statistics.transient_peak_bytes, measured + waiting + foreign),
         full_payload_bytes=full_rows * row_bytes,
         payload_rows=live,
-        tail_rows=sum(snapshot.tail_counts) * layers * heads if snapshot.buffers else 0,
+        tail_rows=sum(snapshot.tail_counts) * len(snapshot.storing(layers)) * heads if snapshot.buffers else 0,
     )
 
 

@@ -26,7 +26,7 @@ from .compat import CACHE_NAMES
 from .errors import BackendAdmissionError, UnsupportedModelError
 from .masks import MaskRecord
 
-__all__ = ["Attend", "OwnAttention", "bind", "bound_backend", "unbind"]
+__all__ = ["Attend", "BoundForward", "OwnAttention", "bind", "bound_backend", "place", "refuse_replaced", "unbind"]
 
 # What attention modules call the cache, beside what models call it.
 _CACHE_NAMES = ("layer_past", *CACHE_NAMES)
@@ -54,11 +54,23 @@ class OwnAttention:
     why: str = "it does not carry what the family's attention adds to logits, or has no function for its modules"
 
 
-class _BoundForward:
+class BoundForward:
+    """A forward of ours that a module runs instead of its class's; `backend` is what its model attends with."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+
+    def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run."""
+        raise NotImplementedError
+
+
+class _AttendingForward(BoundForward):
     """One family's forward over one backend."""
 
     def __init__(self, forward: Callable[[Any, Attend, Mapping[str, Any]], Any], backend: str) -> None:
-        self.forward, self.backend = forward, backend
+        super().__init__(backend)
+        self.forward = forward
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Attend through the engine where the call carries a policy cache, else as the class does."""
@@ -82,21 +94,34 @@ def bind(own: OwnAttention, backend: str) -> None:
             f"The backend {backend!r} cannot serve policy caches of this model: {own.why}. "
             f'Possible: {", ".join(own.backends)}. Call attach(model, backend="{own.backends[0]}").'
         )
+    refuse_replaced(own.modules)
     for module in own.modules:
+        place(module, _AttendingForward(own.forward, backend))
+
+
+def refuse_replaced(modules: Iterable[torch.nn.Module]) -> None:
+    """Refuse modules whose forward is somebody else's.
+
+    Raises:
+        UnsupportedModelError: of the first such module.
+    """
+    for module in modules:
         if _bound(module) is None and "forward" in module.__dict__ and _slot(module) == "forward":
             raise UnsupportedModelError(
                 f"The forward of this {type(module).__name__} was replaced on the instance, so that a policy cache "
                 "cannot take its place without losing it. Undo that first, or load the model anew."
             )
-    for module in own.modules:
-        bound = _bound(module)
-        if bound is not None and bound.backend == backend:
-            continue
-        setattr(module, _slot(module), MethodType(_BoundForward(own.forward, backend), module))
+
+
+def place(module: torch.nn.Module, forward: BoundForward) -> None:
+    """Put a forward of ours on an instance, where none of its backend is yet."""
+    bound = _bound(module)
+    if bound is None or bound.backend != forward.backend:
+        setattr(module, _slot(module), MethodType(forward, module))
 
 
 def unbind(modules: Iterable[torch.nn.Module]) -> None:
-    """Remove what `bind` put on any of these modules. Idempotent."""
+    """Remove what `place` put on any of these modules. Idempotent."""
     for module in modules:
         if _bound(module) is None:
             continue
@@ -117,9 +142,9 @@ def _slot(module: torch.nn.Module) -> str:
     return "_old_forward" if "_old_forward" in module.__dict__ else "forward"
 
 
-def _bound(module: torch.nn.Module) -> _BoundForward | None:
+def _bound(module: torch.nn.Module) -> BoundForward | None:
     found = getattr(module.__dict__.get(_slot(module)), "__func__", None)
-    return found if isinstance(found, _BoundForward) else None
+    return found if isinstance(found, BoundForward) else None
 
 
 def _attend(

@@ -43,7 +43,8 @@ def _before_layer(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Hand the layer only the tokens that its policy passes on, with their own rotations and positions."""
     cache = active_cache()
-    kept = None if cache is None else cache.kept_tokens()
+    step = None if cache is None else cache.in_flight
+    kept = None if step is None else step.kept_tokens()
     if kept is None:
         return None
     given = dict(kwargs)

@@ -80,13 +80,13 @@ def manifest_of(
         key_position_stage=key_stage,
         attention_positions=policy.positions,
     )
-    exact, replaces = policy.schedule == "never", policy.representation.replaces_rows
+    exact, merges = policy.schedule == "never", policy.representation.merges
     representation = RepresentationContract(semantic_class="full_cache_exact" if exact else "lossy_subset")
     if policy.quantizes:
         from .engine.coded import quantized_contract  # not imported where rows stay as they are
 
         representation = quantized_contract(policy, scalar)
-    elif replaces:
+    elif policy.representation.replaces_rows:
         from .replacements import contract_of
 
         representation = contract_of(policy.representation, geometry, scalar)
@@ -99,7 +99,7 @@ def manifest_of(
         selection_contract=_selection_of(policy, proof),
         representation_contract=representation,
         recoverability_contract=RecoverabilityContract(
-            omitted="resident_visible" if exact and not replaces else "omitted_irrecoverable"
+            omitted="resident_visible" if exact and not merges else "omitted_irrecoverable"
         ),
         quality_and_fallback=QualityAndFallback(physical_capacity_action="full" if policy.fallback else "raise"),
     )
@@ -135,12 +135,12 @@ def _selection_of(policy: Composition, proof: str) -> SelectionContract:
 
 
 def _phase_of(policy: Composition) -> str:
-    acts_always = policy.decode_blocks is not None or policy.representation.replaces_rows
+    acts_always = policy.decode_blocks is not None or policy.representation.merges
     return "both" if acts_always else _PHASES[policy.schedule]
 
 
 def _cadence_of(policy: Composition) -> str:
-    if policy.representation.replaces_rows:
+    if policy.representation.merges:
         return "every_step"
     return _CADENCES[policy.schedule] if policy.decode_blocks is None else "periodic"
 
@@ -311,7 +311,7 @@ def integrity_faults(runtime: Runtime) -> list[str]:
         from .engine.coded import coding_faults
 
         faults += coding_faults(snapshot, policy)
-    for layer in range(runtime.geometry.num_layers if snapshot.buffers else 0):
+    for layer in snapshot.storing(runtime.geometry.num_layers) if snapshot.buffers else ():
         for batch, owner_rows in enumerate(snapshot.owner_rows(layer, heads)):
             for head, tokens in enumerate(positions_of(runtime, layer, batch)):
                 where = f"layer {layer}, batch row {batch}, head {head}"

@@ -33,6 +33,7 @@ __all__ = [
     "check_options",
     "example_training",
     "model_patch",
+    "needs_training",
     "policy_class",
     "register_fallback_patch",
     "register_model_patch",
@@ -78,6 +79,11 @@ class ModelPatch(Protocol):
 
     def check(self, config: Any) -> None:
         """Raise UnsupportedModelError if this config is outside what the patch handles."""
+        ...
+
+    @property
+    def repeats_layers(self) -> bool:
+        """Whether the decoder's forward may be run several times, each time over the same or some of the tokens."""
         ...
 
     def rotary(self, decoder: torch.nn.Module, layers: Sequence[int]) -> RotarySpec:
@@ -168,10 +174,14 @@ def policy_class(name: str) -> type:
     return _POLICIES[name]
 
 
-def example_training(name: str) -> dict[str, Any] | None:
+def needs_training(name: str) -> bool:
+    """Whether a policy runs only with checkpoints that were trained for it."""
+    return hasattr(policy_class(name), "example_training")
+
+
+def example_training(name: str, num_layers: int) -> dict[str, Any] | None:
     """Return what a config says under `kvpolicy` of a checkpoint for this policy; None where any checkpoint will do."""
-    declared: Mapping[str, Any] | None = getattr(policy_class(name), "example_training", None)
-    return None if declared is None else dict(declared)
+    return policy_class(name).example_training(num_layers) if needs_training(name) else None  # type: ignore[attr-defined]
 
 
 def check_options(cls: type, options: Mapping[str, Any]) -> None:

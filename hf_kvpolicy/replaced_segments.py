@@ -20,12 +20,10 @@ from .engine.merged_tokens import token_segments
 from .geometry import CacheGeometry
 from .representation import RowRepresentation
 
-__all__ = ["segment_faults", "segment_rows", "segments_contract"]
+__all__ = ["contract_of", "faults_of_replaced", "replaced_rows_of"]
 
 
-def segments_contract(
-    representation: RowRepresentation, geometry: CacheGeometry, scalar: str
-) -> RepresentationContract:
+def contract_of(representation: RowRepresentation, geometry: CacheGeometry, scalar: str) -> RepresentationContract:
     """Return what merged tokens mean to a reader; `scalar` is the dtype of closed segments."""
     rule, layers = token_segments(representation), range(geometry.num_layers)
     admit_checkpoint(SEGMENTS, SEGMENTS)
@@ -48,14 +46,14 @@ def segments_contract(
     )
 
 
-def segment_rows(runtime: Runtime) -> tuple[ReplacedRows, ...]:
+def replaced_rows_of(runtime: Runtime) -> tuple[ReplacedRows, ...]:
     """Return the span of tokens behind every published row, layer by layer.
 
     Raises:
         SelectionError: the spans do not ascend.
     """
     snapshot, geometry = runtime.snapshot, runtime.geometry
-    contract = segments_contract(runtime.composition.representation, geometry, "rows").replacement
+    contract = contract_of(runtime.composition.representation, geometry, "rows").replacement
     assert contract is not None, "rows that are merged have a contract"
     listed = [
         ReplacedRows(layers=(layer,), spans=_spans(snapshot, layer) if snapshot.ragged else ())
@@ -65,9 +63,10 @@ def segment_rows(runtime: Runtime) -> tuple[ReplacedRows, ...]:
     return tuple(listed)
 
 
-def segment_faults(snapshot: Snapshot) -> list[str]:
+def faults_of_replaced(runtime: Runtime) -> list[str]:
     """Return every contradiction between segments, their masses and what is fed."""
     faults: list[str] = []
+    snapshot = runtime.snapshot
     begun = torch.tensor([tokens > 0 for tokens in snapshot.frontier.tokens])
     if snapshot.tail_counts != tuple(begun.int().tolist()):
         faults.append(f"{list(snapshot.tail_counts)} segments still grow, but {begun.int().tolist()} rows have tokens")

@@ -1,40 +1,37 @@
-"""The records of rows that replace others, by kind: their contract, what a receipt lists, what may contradict it."""
+"""The records of rows that replace others, by kind: their contract, what a receipt lists, what may contradict it.
+
+Each kind has a module of its own, which is imported where a cache has such rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Protocol
 
-from .contract import (
-    DEPTH_PAIRS,
-    SEGMENTS,
-    ReplacedRows,
-    ReplacementContract,
-    RepresentationContract,
-    admit_checkpoint,
-    check_replaced_rows,
-    producers_of_pairs,
-)
+from .contract import CONDENSED, DEPTH_PAIRS, SEGMENTS, ReplacedRows, RepresentationContract, Span
 from .engine import Runtime, Snapshot
-from .engine.merged import depth_pairs
+from .errors import IntegrityError
 from .geometry import CacheGeometry
-from .replaced_segments import segment_faults, segment_rows, segments_contract
 from .representation import RowRepresentation
-from .storage.merged import MergedTensor
 
-__all__ = ["contract_of", "faults_of_replaced", "replaced_rows_of"]
+__all__ = ["contract_of", "faults_of_replaced", "own_spans", "replaced_rows_of", "tokens_by_slot"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Kind:
-    contract: Callable[[RowRepresentation, CacheGeometry, str], RepresentationContract]
-    rows: Callable[[Runtime], tuple[ReplacedRows, ...]]
-    faults: Callable[[Snapshot], list[str]]
+class _Records(Protocol):
+    """What a kind's module has."""
+
+    def contract_of(
+        self, representation: RowRepresentation, geometry: CacheGeometry, scalar: str
+    ) -> RepresentationContract: ...
+
+    def replaced_rows_of(self, runtime: Runtime) -> Sequence[ReplacedRows]: ...
+
+    def faults_of_replaced(self, runtime: Runtime) -> list[str]: ...
 
 
 def contract_of(representation: RowRepresentation, geometry: CacheGeometry, scalar: str) -> RepresentationContract:
     """Return what rows that replace others mean to a reader; `scalar` is the dtype of rows."""
-    return _kind_of(representation).contract(representation, geometry, scalar)
+    return _records(representation).contract_of(representation, geometry, scalar)
 
 
 def replaced_rows_of(runtime: Runtime) -> tuple[ReplacedRows, ...]:
@@ -43,81 +40,21 @@ def replaced_rows_of(runtime: Runtime) -> tuple[ReplacedRows, ...]:
     Raises:
         SelectionError: the rows are not those that the cache's contract names.
     """
-    return _kind_of(runtime.composition.representation).rows(runtime)
+    return tuple(_records(runtime.composition.representation).replaced_rows_of(runtime))
 
 
 def faults_of_replaced(runtime: Runtime) -> list[str]:
     """Return every contradiction between what replaces rows and what is fed."""
-    return _kind_of(runtime.composition.representation).faults(runtime.snapshot)
+    return _records(runtime.composition.representation).faults_of_replaced(runtime)
 
 
-def _kind_of(representation: RowRepresentation) -> _Kind:
-    if representation.kind == SEGMENTS:
-        return _Kind(contract=segments_contract, rows=segment_rows, faults=segment_faults)
-    return _Kind(contract=_pairs_contract, rows=_pair_rows, faults=_pair_faults)
+def own_spans(snapshot: Snapshot, heads: int) -> tuple[tuple[Span, ...], ...]:
+    """Return the spans of one store whose rows stand for their own tokens, [owner][rank]."""
+    tokens = tokens_by_slot(snapshot)
+    return tuple(tuple((token, token) for token in row.values()) for row in tokens for _ in range(heads))
 
 
-def _pairs_contract(representation: RowRepresentation, geometry: CacheGeometry, scalar: str) -> RepresentationContract:
-    rule = depth_pairs(representation)
-    admit_checkpoint(DEPTH_PAIRS)
-    stores = producers_of_pairs(geometry.num_layers, rule.pairs)
-    read = {layer: layers[0] for layers in stores for layer in layers}
-    return RepresentationContract(
-        rows="replacement_rows",
-        semantic_class="lossy_replacement",
-        consumer_schema=rule.consumer_schema,
-        replacement=ReplacementContract(
-            representation_kind=DEPTH_PAIRS,
-            producer_layer_map=stores,
-            consumer_layer_map=[read[layer] for layer in range(geometry.num_layers)],
-            parameters={"interpolation": rule.interpolation, "retention": rule.retention},
-            side_metadata={
-                "magnitudes": "float32 [lower|deeper, batch, kv_head, token] for keys and for values",
-                "exception_rows": f"{scalar} [lower|deeper, exception, channel] for keys and for values",
-                "exception_indices": "int32 [exception] for keys and for values",
-            },
-        ),
-    )
-
-
-def _pair_rows(runtime: Runtime) -> tuple[ReplacedRows, ...]:
-    snapshot, heads = runtime.snapshot, runtime.geometry.num_kv_heads
-    rule, listed = depth_pairs(runtime.composition.representation), []
-    pairs = {pair.layers: pair for pair in snapshot.pairs}
-    contract = _pairs_contract(rule, runtime.geometry, "rows").replacement
-    assert contract is not None, "rows that are merged have a contract"
-    tokens = _tokens_by_slot(snapshot)
-    spans = tuple(tuple((token, token) for token in row.values()) for row in tokens for _ in range(heads))
-    for store in snapshot.stores or contract.producer_layer_map:
-        pair, layers = pairs.get((store[0], store[-1])), tuple(store)
-        exact = () if pair is None else tuple(_exact(each, tokens, heads) for each in (pair.keys, pair.values))
-        keys, values = exact or ((), ())
-        listed.append(ReplacedRows(layers=layers, spans=spans, exact_keys=keys, exact_values=values))
-    check_replaced_rows(contract, listed)
-    return tuple(listed)
-
-
-def _pair_faults(snapshot: Snapshot) -> list[str]:
-    faults, width = [], snapshot.width
-    live = snapshot.full_map(0).live_BMW[:, 0]
-    for pair in snapshot.pairs:
-        for name, store in (("keys", pair.keys), ("values", pair.values)):
-            where, index = f"the {name} of layers {pair.layers[0]} and {pair.layers[1]}", store.index_E
-            owner, slot = store.entries()
-            used = index[: store.exceptions]
-            if used.shape[0] != store.exceptions or bool((used[1:] <= used[:-1]).any()):
-                faults.append(f"{where} list their exceptions twice or out of order")
-            elif used.numel() and (int(slot.max()) >= width or int(slot.min()) < 0):
-                faults.append(f"{where} have an exception outside the {width} slots in use")
-            elif not bool(live.to(slot.device)[owner // store.shared_BHCD.shape[1], slot].all()):
-                faults.append(f"{where} have an exception where there is no row")
-            fixed = [tokens > 0 for tokens in snapshot.profile_tokens]
-            if (~store.thresholds_BH.isnan()).all(-1).tolist() != fixed:
-                faults.append(f"{where} have thresholds for other batch rows than those whose prompt ended")
-    return faults
-
-
-def _tokens_by_slot(snapshot: Snapshot) -> list[dict[int, int]]:
+def tokens_by_slot(snapshot: Snapshot) -> list[dict[int, int]]:
     """Return slot -> token position of each batch row's live rows, ascending."""
     if not snapshot.buffers:
         return []
@@ -129,8 +66,18 @@ def _tokens_by_slot(snapshot: Snapshot) -> list[dict[int, int]]:
     ]
 
 
-def _exact(store: MergedTensor, tokens: list[dict[int, int]], heads: int) -> tuple[tuple[int, ...], ...]:
-    owners: list[list[int]] = [[] for _ in range(store.owners)]
-    for owner, slot in zip(*(part.tolist() for part in store.entries()), strict=True):
-        owners[owner].append(tokens[owner // heads][slot])
-    return tuple(tuple(sorted(owner)) for owner in owners)
+def _records(representation: RowRepresentation) -> _Records:
+    kind = representation.kind
+    if kind == DEPTH_PAIRS:
+        from . import replaced_pairs
+
+        return replaced_pairs
+    if kind == SEGMENTS:
+        from . import replaced_segments
+
+        return replaced_segments
+    if kind == CONDENSED:
+        from . import replaced_layers
+
+        return replaced_layers
+    raise IntegrityError(f"Rows of the kind {kind!r} replace others, but no module knows what their records say.")

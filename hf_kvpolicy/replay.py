@@ -107,7 +107,7 @@ def can_replay(cache: Any) -> bool:
         return False
     if cache.model_attends_itself or cache.geometry.state_layers:
         return False
-    return cache.composition.pruning is None and cache.composition.representation.leaves_forward
+    return not cache.composition.changes_forward
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import torch
 
 from .compat import cache_argument
 from .config import make_cache, policy_options
-from .registry import example_training, policy_class
+from .registry import example_training, needs_training, policy_class
 
 __all__ = ["Trace", "TraceRow", "blocks", "describe", "draw", "headline", "paper", "trace"]
 
@@ -73,7 +73,7 @@ def trace(
     Raises:
         KVPolicyError: the options do not fit the policy.
     """
-    model = _tiny_model(example_training(policy))
+    model = _tiny_model(policy)
     given = dict(options)
     if "budget" in policy_options(policy):
         given.setdefault("budget", budget)
@@ -121,7 +121,7 @@ def blocks(run: Trace) -> list[tuple[str, Sequence[TraceRow]]]:
     return [(f"KV head {number} {suffix}", rows) for number, rows in enumerate(heads)]
 
 
-def _tiny_model(training: Mapping[str, Any] | None) -> Any:
+def _tiny_model(policy: str) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -132,8 +132,9 @@ def _tiny_model(training: Mapping[str, Any] | None) -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=2048,
-        **({} if training is None else {"kvpolicy": training}),
     )
+    if needs_training(policy):
+        config.kvpolicy = example_training(policy, config.num_hidden_layers)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return LlamaForCausalLM(config).eval()

@@ -31,6 +31,8 @@ class InterfacePatch:
     proof = "patched"
     key_stage = "post_rope"
     attends_itself = False
+    # Whether the decoder's own forward does nothing but embed, mask and run its layers, so that it can be repeated.
+    repeats_layers = False
 
     def decoder(self, model: PreTrainedModel) -> torch.nn.Module:
         """Return the module whose forward receives the cache."""

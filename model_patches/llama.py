@@ -14,3 +14,4 @@ class LlamaPatch(RotaryDecoderPatch):
     """Llama 1-3 and everything stored under `model_type: llama` (SmolLM2, TinyLlama, Vicuna, ...)."""
 
     model_types = ("llama",)
+    repeats_layers = True

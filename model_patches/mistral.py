@@ -18,3 +18,4 @@ class MistralPatch(RotaryDecoderPatch):
     """Mistral and everything stored under `model_type: mistral`."""
 
     model_types = ("mistral",)
+    repeats_layers = True

@@ -15,7 +15,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralCon
 import hf_kvpolicy as kv
 from hf_kvpolicy.compat import cache_argument
 from hf_kvpolicy.config import policy_options
-from hf_kvpolicy.registry import example_training, policy_class
+from hf_kvpolicy.registry import example_training, needs_training, policy_class
 
 VOCAB = 97
 # On the oldest transformers only what meets its seams is repeated: two families, each policy with its first unit.
@@ -67,20 +67,30 @@ _SMALL: dict[str, dict[str, Any]] = {
     # Half of the tests' models has no pair of layers to merge. Few rows are exceptions, and some are.
     "minicache": {"start_layer": 0, "retention": 0.2},
     "dmc": {},
+    "layer_condensed": {},
 }
 
 
 # Policies that need a checkpoint trained for them.
-TRAINED = tuple(name for name in kv.available_policies() if example_training(name) is not None)
+TRAINED = tuple(name for name in kv.available_policies() if needs_training(name))
+# What training would make of random weights whose layers read what later ones made.
+_DAMPED = {"embed_tokens": 3.0, "o_proj": 0.5, "down_proj": 0.5}
 
 
 def declared(model: Any, policy: str) -> Any:
-    """Return the model, or the config, with what a checkpoint of this policy would say of its training.
+    """Return the model, or the config, as a checkpoint of this policy, where there must be one: its config says so.
 
-    Random weights decide something too.
+    Random weights decide something too. What layers add comes back to those that read later ones with every token, and
+    rounding with it: a trained checkpoint damps both, and so do these weights.
     """
-    if policy in TRAINED:
-        getattr(model, "config", model).kvpolicy = example_training(policy)
+    config = getattr(model, "config", model)
+    if policy not in TRAINED or getattr(config, "kvpolicy", None) is not None:
+        return model
+    config.kvpolicy = example_training(policy, config.num_hidden_layers)
+    if policy == "layer_condensed" and model is not config:
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                weight.mul_(_DAMPED.get(name.split(".")[-2], 1.0))
     return model
 
 
@@ -127,7 +137,7 @@ def can_be_neutral(name: str) -> bool:
 
 def is_lossy(name: str) -> bool:
     """Whether a policy ever drops or merges rows."""
-    return name != "full"
+    return name not in ("full", "layer_condensed")
 
 
 def drops_tokens(cache: Any) -> bool:
@@ -142,9 +152,11 @@ def policies(*, lossy: bool = False) -> list[str]:
 
 
 def policy_units() -> list[tuple[str, dict[str, Any]]]:
-    """Return every policy at a small budget with every selection unit, owner and position scheme it has."""
+    """Return every policy but `full` at a small budget with every unit, owner, position scheme and encoding it has."""
     found = []
-    for name in policies(lossy=True):
+    for name in policies():
+        if name == "full":
+            continue
         options = policy_options(name)
         units = policy_class(name).units if "unit" in options else (None,)
         for unit in units[:1] if BRIEF else units:
@@ -153,6 +165,8 @@ def policy_units() -> list[tuple[str, dict[str, Any]]]:
             found.append((name, small_options(name) | {"owner": "query_head"}))
         if "positions" in options:
             found.append((name, small_options(name) | {"positions": "original"}))
+        if "encoding" in options:
+            found.append((name, small_options(name) | {"encoding": "sequential"}))
     return found
 
 
@@ -170,7 +184,9 @@ def case_id(value: Any) -> str | None:
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
         name, options = value
         shown = [
-            str(options[k]) for k in ("unit", "owner", "positions", "chunked_prefill", "quantize") if options.get(k)
+            str(options[k])
+            for k in ("unit", "owner", "positions", "chunked_prefill", "quantize", "encoding")
+            if options.get(k)
         ]
         return "-".join([name, *shown])
     return None
@@ -307,7 +323,7 @@ def _stored_rows(cache: Any, layer: int, batch: int) -> Iterator[tuple[list[int]
         yield from _ragged_rows(snapshot, layer, batch)
         return
     table = snapshot.full_map(layer)
-    if snapshot.pairs:
+    if snapshot.pairs or snapshot.producers:
         keys, values = snapshot.view(layer)
     else:
         keys, values = published_rows(snapshot.rows[layer], snapshot.width)

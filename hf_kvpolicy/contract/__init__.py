@@ -67,6 +67,7 @@ from .replaced_rows import (
     check_segments,
 )
 from .replacement import (
+    CONDENSED,
     DEPTH_PAIRS,
     REPLACEMENT_KINDS,
     SEGMENTS,
@@ -168,6 +169,7 @@ __all__ = [
     "BUDGET_SCOPES",
     "BUDGET_UNITS",
     "CADENCES",
+    "CONDENSED",
     "DECISION_PHASES",
     "DEPTH_PAIRS",
     "DUPLICATE_RULES",

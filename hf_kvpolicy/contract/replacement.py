@@ -17,6 +17,7 @@ from ._checks import check_choice, check_int, check_text
 from .canonical import FrozenMapping
 
 __all__ = [
+    "CONDENSED",
     "DEPTH_PAIRS",
     "REPLACEMENT_KINDS",
     "SEGMENTS",
@@ -37,13 +38,19 @@ _NEEDED = {SEGMENTS: ("masses",), DEPTH_PAIRS: ("magnitudes", "exception_rows", 
 
 # The entry of a config in which a checkpoint says what it was trained for, and what its `kind` stands for.
 _DECLARED_IN = "kvpolicy"
-_DECLARED_KINDS = {"dmc": SEGMENTS}
+_DECLARED_KINDS = {"dmc": SEGMENTS, "layer_condensed": CONDENSED}
 
 # What a checkpoint must have been trained for; None for a rule that an ordinary one admits.
 _TRAINED_FOR = {
     SEGMENTS: "its control channels decide which rows are accumulated",
     DEPTH_PAIRS: None,
     CONDENSED: "its graph, diagonal mask and projections name the layers that produce keys and values",
+}
+
+# What becomes of such a checkpoint where its rows are kept like those of any other.
+_READ_AS = {
+    SEGMENTS: "without its updater, what was trained to decide would be read as keys",
+    CONDENSED: "its layers would read rows of their own, which were never trained to be read",
 }
 
 
@@ -155,7 +162,7 @@ def declared_training(config: object) -> tuple[str, Mapping[str, object]] | None
     if declared is None:
         return None
     kind = declared.get("kind") if isinstance(declared, Mapping) else None
-    if kind not in _DECLARED_KINDS:
+    if not isinstance(kind, str) or kind not in _DECLARED_KINDS:
         raise CheckpointAdmissionError(
             f"config.{_DECLARED_IN} is {declared!r}, which names no training that is known here. Its 'kind' must be "
             f"one of {', '.join(_DECLARED_KINDS)}; load the checkpoint with the version of hf_kvpolicy it was made for."
@@ -163,11 +170,18 @@ def declared_training(config: object) -> tuple[str, Mapping[str, object]] | None
     return _DECLARED_KINDS[kind], declared
 
 
-def admit_policy(policy: str, representation_kind: str | None, config: object) -> None:
-    """Refuse a policy whose rows are not those a checkpoint was trained for; None is original rows.
+def admit_policy(
+    policy: str, representation_kind: str | None, config: object, training: Mapping[str, object] | None = None
+) -> None:
+    """Refuse a policy whose rows are not those a checkpoint was trained for.
+
+    Args:
+        representation_kind: one of `REPLACEMENT_KINDS`; None is original rows.
+        training: what the config said that the policy was made from, where it reads that.
 
     Raises:
-        CheckpointAdmissionError: the checkpoint is ordinary and the rows are not, or the other way round.
+        CheckpointAdmissionError: the checkpoint is ordinary and the rows are not, or the other way round; or it was
+            trained for such rows, but in another way.
     """
     declared = declared_training(config)
     trained_for = None if declared is None else declared[0]
@@ -176,8 +190,12 @@ def admit_policy(policy: str, representation_kind: str | None, config: object) -
     elif declared is not None:
         raise CheckpointAdmissionError(
             f"{policy} keeps rows as they are, but the checkpoint was trained for {trained_for} "
-            f"(config.{_DECLARED_IN}): without its updater, what was trained to decide would be read as keys. Use the "
-            f"policy {declared[1]['kind']!r}."
+            f"(config.{_DECLARED_IN}): {_READ_AS[declared[0]]}. Use the policy {declared[1]['kind']!r}."
+        )
+    if training is not None and declared is not None and dict(training) != dict(declared[1]):
+        raise CheckpointAdmissionError(
+            f"The cache was made for a checkpoint whose config.{_DECLARED_IN} is {dict(training)!r}, but that of the "
+            f"model is {dict(declared[1])!r}. Make the cache from this model."
         )
 
 

@@ -8,6 +8,7 @@ from .published import RunStatistics
 from .runtime import Runtime
 from .shared_evidence import SharedEvidence, sharing
 from .snapshot import Frontier, OpenSegment, Snapshot
+from .step import Step
 
 __all__ = [
     "MAX_ROLLBACK_TOKENS",
@@ -20,6 +21,7 @@ __all__ = [
     "Schedule",
     "SharedEvidence",
     "Snapshot",
+    "Step",
     "layer_tensors",
     "sharing",
 ]

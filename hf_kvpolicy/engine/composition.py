@@ -108,8 +108,8 @@ class Composition:
         stored = self.representation.storage
         if self.representation.replaces_rows and (selects or self.storage != stored):
             raise ManifestError(
-                f"{self.policy}: rows are merged, but owners that keep different positions have no rows to merge, and "
-                "what was merged is not chosen from. A policy that merges selects nothing: leave out budget and "
+                f"{self.policy}: rows stand for others, but owners that keep different positions have none in common, "
+                "and what stands for others is not chosen from. Such a policy selects nothing: leave out budget and "
                 f"schedule, and use {stored} storage."
             )
         if self.representation.quantizes and self.storage == "ragged" and self.schedule != "end_of_prefill":
@@ -218,9 +218,14 @@ class Composition:
         return count - max(at_once, count - budget_rows)
 
     @property
+    def changes_forward(self) -> bool:
+        """Whether a prompt's forward is another than the model's own, so that none of that can be reused."""
+        return self.pruning is not None or not self.representation.leaves_forward
+
+    @property
     def moves_keys(self) -> bool:
         """Whether it must be known how the model rotates keys."""
-        return self.positions == "cache_local" or not self.representation.leaves_forward
+        return self.positions == "cache_local" or self.representation.unrotates_keys
 
     def check_model(self, geometry: CacheGeometry, config: object) -> None:
         """Reject a model that the method cannot act on.
@@ -229,7 +234,7 @@ class Composition:
             CheckpointAdmissionError: the checkpoint was trained for other rows, or not for these.
             UnsupportedModelError: tokens would be dropped between layers, some of which count every token.
         """
-        admit_policy(self.policy, self.representation.kind, config)
+        admit_policy(self.policy, self.representation.kind, config, self.representation.training)
         if self.pruning is not None and geometry.foreign_layers:
             raise UnsupportedModelError(
                 f"{self.policy} drops tokens between layers, but this {geometry.model_type!r} model has layers of "

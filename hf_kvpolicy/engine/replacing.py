@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..contract import DEPTH_PAIRS, SEGMENTS
+from ..contract import CONDENSED, DEPTH_PAIRS, SEGMENTS
 from ..errors import IntegrityError
 
 if TYPE_CHECKING:
@@ -28,6 +28,10 @@ def replacing_step(runtime: Runtime, inputs: ForwardInputs) -> Step:
         from .merged_tokens import MergedTokensStep
 
         return MergedTokensStep(runtime, snapshot, inputs, transaction)
+    if kind == CONDENSED:
+        from .condensed import CondensedStep
+
+        return CondensedStep(runtime, snapshot, inputs, transaction)
     raise _unknown(kind)
 
 

@@ -85,6 +85,8 @@ class Snapshot:
     ragged: tuple[RaggedLayer, ...] = ()
     # Stores of two layers each, ascending.
     pairs: tuple[MergedPair, ...] = ()
+    # The layer whose rows each layer reads, where some layers store none; `rows` are then those of the layers that do.
+    producers: tuple[int, ...] = ()
     # What waits for acceptance before it is merged: of pairs two entries each, of merged tokens one a layer.
     pending: tuple[DenseRows | PendingTokens, ...] = ()
     # Rows appended since the last selection, the same for every layer and head.
@@ -152,9 +154,15 @@ class Snapshot:
         mask_B = torch.tensor(list(settled), device=scores.device)
         return scores.masked_fill(mask_B.view(1, -1, 1, 1, 1), 0.0)
 
+    def storing(self, layers: int) -> Sequence[int]:
+        """Return those of so many layers that store rows."""
+        return sorted(set(self.producers)) or range(layers)
+
     @property
     def stores(self) -> tuple[tuple[int, ...], ...]:
         """The layers behind each of `buffers`: one, or the two of a pair."""
+        if self.producers:
+            return tuple((layer,) for layer in self.storing(0))
         layers = len(self.rows) + len(self.ragged) + 2 * len(self.pairs)
         return producers_of_pairs(layers, [pair.layers for pair in self.pairs])
 
@@ -209,19 +217,21 @@ class Snapshot:
             if layer in pair.layers:
                 return pair.restored(layer, self.width)
         alone = [layers[0] for layers in self.stores if len(layers) == 1]
+        layer = self.producers[layer] if self.producers else layer
         return self.rows[alone.index(layer)].view(self.width) if self.rows else (None, None)
 
     def owner_rows(self, layer: int, heads: int) -> list[list[int]]:
         """Return the live rows of one layer's owners, [B][S]."""
         if not self.ragged:
-            return [[count] * heads for count in self.counts]
+            stores = not self.producers or layer in self.producers
+            return [[count if stores else 0] * heads for count in self.counts]
         lengths, tails = self.ragged[layer].map.lengths, self.tail_counts
         return [[rows + tail for rows in lengths[b * heads : (b + 1) * heads]] for b, tail in enumerate(tails)]
 
     def total_rows(self, layers: int, heads: int) -> int:
         """Return the live rows of all owners."""
         if not self.ragged:
-            return sum(self.counts) * layers * heads
+            return sum(self.counts) * len(self.storing(layers)) * heads
         return sum(sum(layer.map.lengths) for layer in self.ragged) + sum(self.tail_counts) * layers * heads
 
     @property
@@ -269,7 +279,8 @@ class Snapshot:
         maps = tuple(part.device for part in self.layout)
         pairs = zip(self.stores, self.buffers, strict=True)
         devices = {layer: rows.device for layers, rows in pairs for layer in layers}
-        return Placement(layers=tuple(devices[i] for i in range(len(devices))), maps=maps, shared=maps[0])
+        read = self.producers or range(len(devices))
+        return Placement(layers=tuple(devices[layer] for layer in read), maps=maps, shared=maps[0])
 
     def to(self, place: Placement, move: Moves) -> Snapshot:
         """Return the snapshot with every part on the device given for it; a part that lies there is not copied."""
@@ -316,7 +327,9 @@ class Snapshot:
         return replace(self.to(there, move), home=None if there == self.home else self.home)
 
     def _moves_with(self, layer: int | None) -> tuple[int | None, ...]:
-        """Return what moves as a layer does: of a pair nothing with the lower one, and both with the deeper."""
+        """Return what moves with a layer: nothing with one without a store, or a pair's lower one; else all readers."""
+        if self.producers and layer is not None:
+            return tuple(reader for reader, producer in enumerate(self.producers) if producer == layer)
         for pair in self.pairs:
             if layer in pair.layers:
                 return pair.layers if layer == pair.layers[1] else ()

@@ -6,7 +6,7 @@ Letters: B batch rows, H KV heads, S stored heads, Q query heads, T new tokens, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from ..backends import MASK_BLOCK_ELEMENTS, attend_view, refuse_unhandled, run_s
 from ..contract import Phase, Transaction
 from ..errors import ConfigError, IntegrityError
 from ..evidence import CarriedEvidence
-from ..frame import KeptTokens, LayerStep, leave_forward
+from ..frame import KeptTokens, LayerRun, LayerStep, leave_forward
 from ..masks import MaskRecord
 from ..positions import AlibiSpec, Shift, alibi_in, local_shift, shift_keys
 from ..storage import DenseRows, RowMap, stored_tensors
@@ -176,6 +176,10 @@ class Step(ABC):
 
     def kept_tokens(self) -> KeptTokens | None:
         """Return which tokens the next decoder layer computes; None for all."""
+        return None
+
+    def layer_runs(self) -> Iterator[LayerRun] | None:
+        """Begin one run of the decoder's layers after another; None where they run once, over all tokens."""
         return None
 
     # -- shared pieces ------------------------------------------------------------------------------------------------

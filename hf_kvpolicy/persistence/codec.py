@@ -25,6 +25,7 @@ from .foreign import decode_foreign, encode_foreign
 from .rows import blocks_of_owners, decode_rows, encode_rows, joined_owners, split_owners
 
 if TYPE_CHECKING:
+    from ..storage.merged import MergedPair
     from ..storage.trailing import TrailingSegments
 
 __all__ = ["Tensors", "decode", "encode"]
@@ -39,18 +40,11 @@ def encode(snapshot: Snapshot) -> tuple[dict[str, Any], Tensors]:
     Raises:
         ConfigError: an open segment is masked by a rule that cannot be named.
     """
-    width, frontier, tensors = snapshot.width, snapshot.frontier, Tensors()
+    frontier, tensors = snapshot.frontier, Tensors()
     row_facts, row_tensors = encode_rows(snapshot)
     tensors |= row_tensors
     for layer, stored in enumerate(snapshot.ragged):
         tensors |= _ragged_tensors(f"layer.{layer}", stored, snapshot.tail_width)
-    pairs = []
-    for pair in snapshot.pairs:
-        from .pairs import encode_pair  # not imported where rows stay as they are
-
-        own, parts = encode_pair(pair, width)
-        pairs.append(own)
-        tensors |= parts
     for index, part in enumerate(snapshot.maps):
         tensors |= _map_tensors(f"map.{index}", part)
     if snapshot.tail is not None:
@@ -73,7 +67,8 @@ def encode(snapshot: Snapshot) -> tuple[dict[str, Any], Tensors]:
             | blocks_of_owners(s.rows)
             for s in snapshot.ragged
         ],
-        "pairs": pairs,
+        "pairs": _encode_pairs(snapshot, tensors),
+        "producers": list(snapshot.producers),
         "maps_ordered": [part.ordered for part in snapshot.maps],
         "tail_ordered": None if snapshot.tail is None else snapshot.tail.ordered,
         "counts": list(snapshot.counts),
@@ -112,14 +107,12 @@ def decode(
     frontier, pool = facts["frontier"], _Pool(tensors)
     maps = tuple(_map(pool, f"map.{i}", ordered, device) for i, ordered in enumerate(facts["maps_ordered"]))
     tail = None if facts["tail_ordered"] is None else _map(pool, "tail", facts["tail_ordered"], device)
-    rows = decode_rows(pool.take, pool.take_if_any, facts, layer_devices)
+    producers = tuple(facts.get("producers", ()))
+    at = [layer_devices[layer] for layer in sorted(set(producers))] or layer_devices
+    rows = decode_rows(pool.take, pool.take_if_any, facts, at)
     width = 0 if tail is None else tail.width
     ragged = tuple(_ragged(pool, i, fact, width, layer_devices[i]) for i, fact in enumerate(facts["ragged"]))
-    segment, pairs = facts["open_segment"], []
-    for fact in facts.get("pairs", ()):
-        from .pairs import decode_pair
-
-        pairs.append(decode_pair(pool.take, fact, layer_devices))
+    segment = facts["open_segment"]
     snapshot = Snapshot(
         generations=Generations(**facts["generations"]),
         frontier=Frontier(
@@ -132,7 +125,8 @@ def decode(
         rows=rows,
         maps=maps,
         ragged=ragged,
-        pairs=tuple(pairs),
+        pairs=_decode_pairs(facts.get("pairs", ()), pool, layer_devices),
+        producers=producers,
         tail=tail,
         counts=tuple(facts["counts"]),
         tail_counts=tuple(facts["tail_counts"]),
@@ -154,6 +148,28 @@ def decode(
     pool.require_empty()
     _check_shapes(snapshot)
     return snapshot
+
+
+def _encode_pairs(snapshot: Snapshot, tensors: Tensors) -> list[dict[str, Any]]:
+    facts = []
+    for pair in snapshot.pairs:
+        from .pairs import encode_pair  # not imported where rows stay as they are
+
+        own, parts = encode_pair(pair, snapshot.width)
+        facts.append(own)
+        tensors |= parts
+    return facts
+
+
+def _decode_pairs(
+    facts: Sequence[Mapping[str, Any]], pool: _Pool, layer_devices: Sequence[torch.device]
+) -> tuple[MergedPair, ...]:
+    pairs = []
+    for fact in facts:
+        from .pairs import decode_pair
+
+        pairs.append(decode_pair(pool.take, fact, layer_devices))
+    return tuple(pairs)
 
 
 class _Pool:

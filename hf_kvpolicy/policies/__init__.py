@@ -8,7 +8,7 @@ from .allocation import (
     PyramidKVCache,
     ZigZagKVCache,
 )
-from .representation import DMCCache, MiniCache
+from .representation import DMCCache, LayerCondensedCache, MiniCache
 from .retention import (
     FullCache,
     H2OCache,
@@ -28,6 +28,7 @@ __all__ = [
     "H2OCache",
     "HeadKVCache",
     "KeyformerCache",
+    "LayerCondensedCache",
     "MiniCache",
     "PyramidInferCache",
     "PyramidKVCache",

@@ -44,6 +44,11 @@ class DepthPairs(RowRepresentation):
         return DEPTH_PAIRS
 
     @property
+    def merges(self) -> bool:
+        """True: a row stands for a token in two layers."""
+        return True
+
+    @property
     def unit(self) -> str:
         """Two layers share a row."""
         return "pair"

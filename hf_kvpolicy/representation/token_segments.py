@@ -57,6 +57,11 @@ class TokenSegments(RowRepresentation):
         return SEGMENTS
 
     @property
+    def merges(self) -> bool:
+        """True: a row stands for consecutive tokens."""
+        return True
+
+    @property
     def consumer_schema(self) -> str:
         """What a reader must know to read a row."""
         return "weighted_token_segments"
@@ -70,6 +75,11 @@ class TokenSegments(RowRepresentation):
     def leaves_forward(self) -> bool:
         """A token never sees the members of a closed segment, in no forward."""
         return False
+
+    @property
+    def unrotates_keys(self) -> bool:
+        """Segments are means of keys before their rotation."""
+        return True
 
     def decide(self, keys_BHTD: Tensor, queries_BQTD: Tensor) -> Decisions:
         """Return alpha and omega of tokens, from keys and queries before their rotation."""

@@ -117,7 +117,7 @@ def test_the_class_is_public(policy: str) -> None:
     assert cls.__name__ in kv.__all__
 
 
-@pytest.mark.parametrize("policy", [n for n in NAMES if n not in ("full", "minicache", "dmc")])
+@pytest.mark.parametrize("policy", [n for n in NAMES if n not in ("full", "minicache", "dmc", "layer_condensed")])
 def test_a_bounded_policy_takes_the_common_options(policy: str) -> None:
     from hf_kvpolicy.config import policy_options
 

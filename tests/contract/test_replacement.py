@@ -15,8 +15,10 @@ from hf_kvpolicy.contract import (
     ReplacementContract,
     RepresentationContract,
     admit_checkpoint,
+    admit_policy,
     check_replaced_rows,
     check_segments,
+    declared_training,
     producers_of_pairs,
     validate_selection,
 )
@@ -130,6 +132,41 @@ def test_an_ordinary_checkpoint_admits_depth_pairs_only(kind: str) -> None:
         admit_checkpoint(kind)
     with pytest.raises(CheckpointAdmissionError, match="read wrongly"):
         admit_checkpoint("merged_depth_pairs", trained_for=kind)
+
+
+class Config:
+    """A config that says what its checkpoint was trained for, or does not."""
+
+    def __init__(self, **entries: Any) -> None:
+        vars(self).update(entries)
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy"), [("merged_segments", "dmc"), ("condensed_layers", "layer_condensed")], ids=str
+)
+def test_policies_and_checkpoints_admit_one_another_both_ways(kind: str, policy: str) -> None:
+    ordinary, trained = Config(), Config(kvpolicy={"kind": policy, "map": [1, 1]})
+    admit_policy("full", None, ordinary)
+    admit_policy(policy, kind, trained)
+    admit_policy(policy, kind, trained, {"kind": policy, "map": [1, 1]})
+    with pytest.raises(CheckpointAdmissionError, match=f"Use the policy '{policy}'"):
+        admit_policy("full", None, trained)
+    with pytest.raises(CheckpointAdmissionError, match="read wrongly"):
+        admit_policy("minicache", "merged_depth_pairs", trained)
+    with pytest.raises(CheckpointAdmissionError, match="but an ordinary one was given"):
+        admit_policy(policy, kind, ordinary)
+    with pytest.raises(CheckpointAdmissionError, match="Make the cache from this model"):
+        admit_policy(policy, kind, trained, {"kind": policy, "map": [0, 1]})
+
+
+def test_a_config_says_what_its_checkpoint_was_trained_for() -> None:
+    entry = {"kind": "layer_condensed", "map": [1, 1]}
+    assert declared_training(Config()) is None
+    assert declared_training(Config(kvpolicy=None)) is None
+    assert declared_training(Config(kvpolicy=entry)) == ("condensed_layers", entry)
+    for wrong in ({}, {"kind": None}, {"kind": []}, {"kind": "something_new"}, "layer_condensed", []):
+        with pytest.raises(CheckpointAdmissionError, match="names no training that is known here"):
+            declared_training(Config(kvpolicy=wrong))
 
 
 # -- manifest, state, receipt -----------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from hf_kvpolicy.eval.results import summaries_of
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "benchmarks" / "smollm2-135m_cpu_2026-11-30_needle_retention.json"
 SHARED_PREFILL = ROOT / "benchmarks" / "smollm2-135m_cpu_2026-11-30_shared_prefill.json"
+CONDENSED = ROOT / "benchmarks" / "toy_cpu_2026-11-30_layer_condensed.json"
 ALLOCATION = ROOT / "benchmarks" / "smollm2-135m_cpu_2026-11-30_needle_allocation_3budgets.json"
 
 
@@ -42,6 +43,17 @@ def test_the_ratios_of_a_shared_prefill_are_those_of_the_record() -> None:
     for clock in ("wall", "cpu"):
         above, gain = (found[group, clock] for group in ("shared/parts", "run a cell/shared"))
         assert f"| {clock} | {above:.2f} | {gain:.2f} |" in page
+
+
+def test_the_losses_of_the_toys_are_those_of_the_record() -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    record = json.loads(CONDENSED.read_text(encoding="utf-8"))
+    for name in ("ordinary", "condensed"):
+        facts = record[name]
+        for way, unseen in facts["unseen_loss"].items():
+            line = f"| {name} | {way} | {facts['train_loss']:.3f} | {unseen:.3f} | {facts['payload_bytes']:,} |"
+            assert line in page
+    assert f"{record['stored_ratio']:.3f} of the ordinary one's bytes" in page
 
 
 @pytest.mark.parametrize(("budget", "answers"), [(512, 15), (256, 14)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ pytest.importorskip("evaluate")
 pytest.importorskip("matplotlib")
 
 from eval_fakes import fake_builder, made_row, tiny_loaded
-from helpers import small_options
+from helpers import declared, small_options
 from typer.testing import CliRunner
 
 from hf_kvpolicy import available_policies, make_cache
@@ -33,7 +34,6 @@ from hf_kvpolicy.eval.results import results_of
 from hf_kvpolicy.eval.run_directory import RunDirectory
 from hf_kvpolicy.eval.runner import RunOutcome, run_sweep
 from hf_kvpolicy.eval.sweep import parse_sweep
-from hf_kvpolicy.registry import example_training
 
 BASELINES = ["random", "sliding_window"]
 DOCUMENT: dict[str, Any] = {
@@ -209,16 +209,17 @@ def test_a_matched_baseline_is_taken_before_one_of_the_same_budget(loaded: Loade
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", [name for name in available_policies() if example_training(name) is None])
+@pytest.mark.parametrize("policy", available_policies())
 def test_rows_over_time_are_those_that_a_count_after_every_token_finds(loaded: LoadedModel, policy: str) -> None:
     options = small_options(policy)
     budget = options.pop("budget", None)
-    cache = make_cache(policy, loaded.model, budget, **with_tokenizer(policy, options, loaded.tokenizer))
+    model = declared(copy.deepcopy(loaded.model), policy)
+    cache = make_cache(policy, model, budget, **with_tokenizer(policy, options, loaded.tokenizer))
     ids = torch.randint(3, 200, (60,), generator=torch.Generator().manual_seed(0)).tolist()
-    prefilled = generation.prefill(loaded.model, [ids[:40]], cache)
+    prefilled = generation.prefill(model, [ids[:40]], cache)
     held, counted = RowsOverTime(cache, measure(cache)), [measure(cache).rows_mean]
     for token in ids[40:]:
-        generation.prefill(loaded.model, [[token]], cache)
+        generation.prefill(model, [[token]], cache)
         held.token_fed()
         counted.append(measure(cache).rows_mean)
     assert prefilled.cache is cache

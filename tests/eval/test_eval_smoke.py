@@ -17,7 +17,7 @@ from hf_kvpolicy.eval.cli import app
 from hf_kvpolicy.eval.records import Row
 from hf_kvpolicy.eval.run_directory import RunDirectory
 from hf_kvpolicy.eval.sweep import load_sweep
-from hf_kvpolicy.registry import example_training
+from hf_kvpolicy.registry import needs_training
 
 # Heads and layers of these may hold different rows; their total is what was asked for.
 DISTRIBUTES = ("pyramidkv", "zigzagkv", "adakv", "headkv", "pyramidinfer")
@@ -49,7 +49,7 @@ def asked_rows(row: Row) -> int:
 
 def test_it_has_every_policy_at_every_budget(rows: list[Row]) -> None:
     config = load_sweep(Path("smoke"))
-    ordinary = {name for name in available_policies() if example_training(name) is None}
+    ordinary = {name for name in available_policies() if not needs_training(name)}
     assert {policy.name for policy in config.policies} == ordinary
     cells = {(row.cell["policy"], row.cell["budget"]) for row in rows if "matched_to" not in row.cell}
     unbounded = {"full", "fastgen", "minicache"}

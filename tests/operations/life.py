@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from condensed import CondensedOracle
 from helpers import PRUNING, forward, make_cache, policy_units, prompt, quantized_units, tiny
 from merged import MergedOracle, SegmentsOracle
 from oracle import MAX_HELD_BACK, Oracle
@@ -65,7 +66,7 @@ CASES = [
     ("streaming_llm", {"budget": 12, "sinks": 2, "protect": [5], "quantize": "int4", "block_rows": 4}),
 ]
 
-ORACLES = {"minicache": MergedOracle, "dmc": SegmentsOracle}
+ORACLES = {"minicache": MergedOracle, "dmc": SegmentsOracle, "layer_condensed": CondensedOracle}
 
 # Per operation: how often it is drawn against the others, and the range of its number.
 OPERATIONS: dict[str, tuple[int, int, int]] = {

@@ -236,7 +236,8 @@ class Oracle:
 
     def _check_rows(self, cache: Any) -> None:
         """Compare what is stored of the committed tokens."""
-        stored = torch.stack([cache.stored_rows(layer) for layer in range(cache.num_layers)])
+        storing = self.storing(cache)
+        stored = torch.stack([cache.stored_rows(layer) for layer in storing])
         layers, _, heads = stored.shape
         if self.by_family:
             assert (stored <= torch.tensor(self.counts)[:, None]).all(), "a cap, where heads keep what they need"
@@ -246,15 +247,19 @@ class Oracle:
         if not self.by_family and cache.composition.allocation is UNIFORM:
             assert stored.tolist() == [[[count] * heads for count in self.counts]] * layers
         lost: list[list[set[int]]] = [[] for _ in self.counts]
-        for layer in range(layers):
+        for index, layer in enumerate(storing):
             for row, fed in enumerate(self.tokens):
                 for head, tokens in enumerate(cache.positions(layer, row)):
-                    assert len(tokens) == int(stored[layer, row, head])
+                    assert len(tokens) == int(stored[index, row, head])
                     assert tokens.tolist() == sorted(set(tokens.tolist()))
                     lost[row].append(set(range(fed)) - set(tokens.tolist()))
                     assert len(lost[row][-1]) == fed - len(tokens), "every row is a committed token's"
         self._note_losses(lost)
         self._check_evicted(cache._runtime.snapshot.evicted_at_column)
+
+    def storing(self, cache: Any) -> list[int]:
+        """Return the layers that have rows of their own."""
+        return list(range(cache.num_layers))
 
     def _note_losses(self, lost: list[list[set[int]]]) -> None:
         """Compare what owners lost in this operation with what counts said; families say nothing, and are believed.

@@ -130,7 +130,8 @@ def test_what_cannot_be_replayed_is_refused() -> None:
         forward(model, ids, used)
     recording = kv.FullCache(model)
     recording.activate_past_recording()
-    for cache in (pruning, used, recording):
+    trained = [made(name, tiny("llama"), {}) for name in TRAINED]
+    for cache in (pruning, used, recording, *trained):
         assert not can_replay(cache)
         with pytest.raises(kv.ConfigError, match="Run the prompt through the model instead"):
             replay_prompt(cache, model, captured)

@@ -11,6 +11,7 @@ from helpers import (
     CACHE,
     assert_same_content,
     content,
+    declared,
     forward,
     generate,
     prompt,
@@ -104,7 +105,7 @@ def test_another_shape(name: str) -> None:
         kv.attach(model)
         with pytest.raises(kv.ConfigError, match="Make the cache from this model"):
             forward(model, prompt(9), cache)
-    model = kv.attach(tiny("llama"))
+    model = kv.attach(declared(tiny("llama"), name))
     assert torch.equal(generate(model, prompt(20), cache), generate(model, prompt(20), make(name, model)))
 
 

@@ -370,6 +370,7 @@ print(json.dumps(sorted(name for name in sys.modules if name.startswith("hf_kvpo
     new |= {"engine.merged_tokens", "engine.token_frame", "storage.trailing", "replaced_segments"}
     new |= {"engine.coded", "engine.coded_again", "storage.coded", "storage.codes", "persistence.coded"}
     new |= {"representation.quantized", "engine.ragged.coded", "storage.ragged_coded"}
+    new |= {"engine.condensed", "replaced_pairs", "replaced_layers", "repeating"}
     assert not {f"hf_kvpolicy.{name}" for name in new} & set(loaded)
     for name in new:
         assert (Path(kv.__file__).parent / f"{name.replace('.', '/')}.py").exists(), name

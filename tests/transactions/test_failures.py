@@ -94,7 +94,10 @@ def test_every_module(case: Any, scenario: Scenario) -> None:
     clean = cache.fork()
     output = scenario.act(model, clean)
     after, next_token = facts(clean), probe(model, clean)
+    runs_again = case[0] == "layer_condensed" and scenario.name in ("prefill", "second_turn", "recorded_forward")
     for index, (module, published) in enumerate(_places(model)):
+        # Where the layers run several times, the first time is not the one that publishes.
+        published = published and (module is model.lm_head or not runs_again)
         fork, error = cache.fork(), KINDS[index % len(KINDS)]()
         before = facts(fork)
 

@@ -35,7 +35,7 @@ A budget or a selection. Taking back accepted tokens: a mean does not give up a 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from ...attach import family_of, model_and_config, unwrap
 from ...contract import SEGMENTS, admit_checkpoint, declared_training
@@ -56,7 +56,6 @@ class DMCCache(PolicyCache):
 
     # No option makes it equal to a plain cache: the deciding channels are no part of attention.
     neutral = None
-    example_training: ClassVar[Mapping[str, Any]] = {"kind": "dmc", "channel": 0, "ratio": 2.0}
 
     def __init__(self, model_or_config: ModelOrConfig) -> None:
         """Make an empty cache.
@@ -81,6 +80,11 @@ class DMCCache(PolicyCache):
             policy="dmc", schedule="never", evidence=Recency(), representation=representation, storage="ragged"
         )
         super().__init__(model_or_config, composition)
+
+    @staticmethod
+    def example_training(num_layers: int) -> dict[str, Any]:
+        """Return what a config says of such a checkpoint, for tests; of any number of layers the same."""
+        return {"kind": "dmc", "channel": 0, "ratio": 2.0}
 
 
 def _declared(config: Any, geometry: CacheGeometry) -> TokenSegments:
@@ -114,5 +118,10 @@ def _declared(config: Any, geometry: CacheGeometry) -> TokenSegments:
             "ones. Segments here are means of all their tokens: use a checkpoint trained with window null."
         )
     return TokenSegments(
-        name=SEGMENTS, replaces_rows=True, channel=channel % dim, offset=float(offset), ratio=float(ratio)
+        name=SEGMENTS,
+        replaces_rows=True,
+        training=dict(given),
+        channel=channel % dim,
+        offset=float(offset),
+        ratio=float(ratio),
     )
