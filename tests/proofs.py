@@ -54,8 +54,9 @@ MODES: dict[str, Mode] = {
     "offloaded": Mode(EVICTING, "offloaded", "a cache that was moved away meanwhile goes on unchanged"),
     "branched": Mode(EVICTING, "branched", "questions asked in branches all start from one state"),
     "half": Mode(EVICTING, "half precision", "bf16 and fp16: rows in the model's dtype, scores in fp32, bytes exact"),
-    "gradients": Mode(EVICTING, "gradients", "a forward's own tokens have their gradients; stored rows carry no graph"),
+    "gradients": Mode(EVICTING, "gradients", "a first forward has all of them, and stored rows carry no graph"),
     "weights_away": Mode(EVICTING, "weights away", "with weights that accelerate fetches from CPU or disk: the same"),
+    "one_graph": Mode(EVICTING, "one graph", "under torch.compile(fullgraph=True)"),
     "failures": Mode(EVICTING, "failures", "a forward that fails anywhere leaves the cache as it was"),
 }
 # A pair that is refused in every mode.
