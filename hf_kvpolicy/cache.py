@@ -40,8 +40,8 @@ class PolicyCache(ForeignAccess, Cache):  # type: ignore[misc]
 
     `get_seq_length()` counts every column ever fed, pads included; `stored_rows(layer)` counts what is stored.
 
-    Stored rows carry no gradient: run under `torch.no_grad()` or `torch.inference_mode()`, or expect gradients of the
-    current forward's own tokens only.
+    Stored rows carry no gradient: run under `torch.no_grad()` or `torch.inference_mode()`, or expect all gradients of a
+    first forward alone; in a later one none flows through keys and values, those of its own tokens included.
     """
 
     # Selection units a policy can have; the others are refused.

@@ -38,6 +38,7 @@ MODES: dict[str, Mode] = {
     "parity_turns": Mode(FULL, "turns", "the same over several turns on one cache"),
     "parity_chunked": Mode(FULL, "chunks", "the same when the prompt is fed in chunks"),
     "parity_assisted": Mode(FULL, "assisted", "the same under assisted decoding or prompt lookup"),
+    "parity_half": Mode(FULL, "half precision", "the same in bf16 and fp16, to the rounding of the dtype"),
     "kept_rows": Mode(EVICTING, "rows", "the kept positions equal those of the method's plain reference"),
     "logits": Mode(EVICTING, "logits", "logits equal dense attention over the kept rows"),
     "evidence": Mode(EVICTING, "evidence", "scores equal those of the attention the model itself reports"),
@@ -52,6 +53,10 @@ MODES: dict[str, Mode] = {
     "saved": Mode(EVICTING, "saved", "a loaded cache goes on bit for bit"),
     "offloaded": Mode(EVICTING, "offloaded", "a cache that was moved away meanwhile goes on unchanged"),
     "branched": Mode(EVICTING, "branched", "questions asked in branches all start from one state"),
+    "half": Mode(EVICTING, "half precision", "bf16 and fp16: rows in the model's dtype, scores in fp32, bytes exact"),
+    "gradients": Mode(EVICTING, "gradients", "a first forward has all of them, and stored rows carry no graph"),
+    "weights_away": Mode(EVICTING, "weights away", "with weights that accelerate fetches from CPU or disk: the same"),
+    "one_graph": Mode(EVICTING, "one graph", "under torch.compile(fullgraph=True)"),
     "failures": Mode(EVICTING, "failures", "a forward that fails anywhere leaves the cache as it was"),
 }
 # A pair that is refused in every mode.

@@ -71,6 +71,9 @@ def alibi_bias(spec: AlibiSpec, positions_BMN: Tensor, live_BMN: Tensor, shift_B
         live_BMN: which slots hold a row.
         shift_BP: how far each of the first P rows moves towards the query. Rows are then numbered from the oldest.
     """
+    if not positions_BMN.shape[-1]:
+        # An owner of ragged rows to which only pads have come yet.
+        return positions_BMN.new_zeros((positions_BMN.shape[0], len(spec.slopes), 1, 0), dtype=torch.float32)
     positions = positions_BMN.long()
     if shift_BP is not None:
         pinned = shift_BP.shape[1]

@@ -43,6 +43,11 @@ def test_slots_without_a_row_do_not_count() -> None:
     assert found.isfinite().all()
 
 
+def test_no_slot_has_no_bias() -> None:
+    none = torch.zeros(2, 1, 0, dtype=torch.int32)
+    assert alibi_bias(AlibiSpec(slopes=SLOPES), none, none.bool()).shape == (2, 3, 1, 0)
+
+
 def test_heads_with_rows_of_their_own() -> None:
     spec = AlibiSpec(slopes=(1.0, 0.5, 0.25, 0.125))
     rows = torch.tensor([[[0, 8], [4, 8]]], dtype=torch.int32)

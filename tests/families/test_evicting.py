@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import helpers
 import pytest
 import torch
 from helpers import (
@@ -25,9 +26,13 @@ from torch import Tensor
 import hf_kvpolicy as kv
 from hf_kvpolicy.evidence import LayerObservation, WindowVotes
 
+from . import _table
 from ._reference import MaskedReference, SlotReference
-from ._table import FAMILIES, NOT_PRUNED, tiny
+from ._table import FAMILIES, NOT_PRUNED
 
+# Without quirks, so that they have no entry in the table.
+PLAIN = ("mistral", "mistral_window")
+EVERY = (*FAMILIES, *PLAIN)
 LENGTHS = (21, 13)
 _POSITIONS = torch.arange(40)[None]
 STEPS = 6
@@ -42,6 +47,13 @@ if FULL:
     POLICIES = {name: small_options(name) for name in dropping} | POLICIES
 
 
+def tiny(family: str, backend: str | None = None) -> Any:
+    """Return a fresh tiny model of a family of either table."""
+    if family in PLAIN:
+        return helpers.tiny(family, backend or "sdpa", layers=4)
+    return _table.tiny(family, backend)
+
+
 def _kept_columns(cache: Any, pads: list[int]) -> dict[int, list[list[list[int]]]]:
     """Return the columns that each layer, batch row and KV head of a cache holds."""
     return {
@@ -54,7 +66,7 @@ def _kept_columns(cache: Any, pads: list[int]) -> dict[int, list[list[list[int]]
 
 @pytest.mark.proves("logits")
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_logits_equal_dense_attention_over_the_kept_rows(family: str, name: str) -> None:
     model, reference = tiny(family), MaskedReference(tiny(family, "eager"))
     cache = kv.make_cache(name, model, **options_for(model, name, POLICIES[name]))
@@ -94,7 +106,7 @@ def votes(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 @pytest.mark.proves("evidence", policy="snapkv")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_evidence_equals_eager_attention(family: str, votes: list[Tensor]) -> None:
     window, heads = 3, 4
     ids, mask = left_padded([prompt(n, seed=n) for n in LENGTHS])
@@ -114,7 +126,7 @@ def test_evidence_equals_eager_attention(family: str, votes: list[Tensor]) -> No
 
 
 @pytest.mark.proves("evidence", policy="h2o")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_carried_scores_equal_sums_of_eager_attention(family: str) -> None:
     """A prompt's queries are taken in blocks, a decode token's with the softmax of its output: both enter the sums."""
     ids = prompt(20)
@@ -133,7 +145,7 @@ def test_carried_scores_equal_sums_of_eager_attention(family: str) -> None:
 
 
 @pytest.mark.proves("logits", policy="pyramidinfer")
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in NOT_PRUNED])
+@pytest.mark.parametrize("family", [name for name in EVERY if name not in NOT_PRUNED])
 def test_tokens_dropped_between_layers_equal_dense_attention_without_them(family: str) -> None:
     model, reference = tiny(family), MaskedReference(tiny(family, "eager"))
     cache = kv.PyramidInferCache(model, decay=0.6, sinks=2, min_context=2)
@@ -148,7 +160,7 @@ def test_tokens_dropped_between_layers_equal_dense_attention_without_them(family
 
 
 @pytest.mark.proves("cache_local", policy="streaming_llm")
-@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.moves_keys])
+@pytest.mark.parametrize("family", [name for name in EVERY if name in PLAIN or FAMILIES[name].moves_keys])
 def test_cache_local_positions_equal_keys_rotated_by_slot(family: str) -> None:
     model, budget, sinks = tiny(family), 9, 3
     cache = kv.StreamingLLMCache(model, budget=budget, sinks=sinks)
