@@ -125,19 +125,17 @@ def measure(cache: Any) -> CacheUse:
 class RowsOverTime:
     """Rows per layer and stored head, right after the prompt and after every token fed since.
 
-    They follow from what the cache counts as dropped: rows themselves are not counted while a clock runs.
+    The cache knows their total without asking the device, so it may be read while a clock runs.
     """
 
     def __init__(self, cache: Any, after_prompt: CacheUse) -> None:
         """Args: the cache of one batch row, and what it held after the prompt."""
         self._cache, self._owners = cache, after_prompt.owners
-        self._dropped = int(cache.statistics.rows_dropped)
         self._rows = [after_prompt.rows_mean]
 
     def token_fed(self) -> None:
         """Note what the cache holds now."""
-        before, self._dropped = self._dropped, int(self._cache.statistics.rows_dropped)
-        self._rows.append(self._rows[-1] + 1 - (self._dropped - before) / self._owners)
+        self._rows.append(self._cache.total_rows / self._owners)
 
     @property
     def last(self) -> float:

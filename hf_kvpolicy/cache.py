@@ -187,7 +187,8 @@ class PolicyCache(ForeignAccess, Cache):  # type: ignore[misc]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every batch row `repeats` times in place."""
-        self._runtime.batch([row for row in range(self._rows_held) for _ in range(repeats)])
+        held = (self._runtime.waiting or self._runtime).snapshot.batch_size
+        self._runtime.batch([row for row in range(held) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these batch rows, in this order (a bool mask works too)."""
@@ -254,6 +255,11 @@ class PolicyCache(ForeignAccess, Cache):  # type: ignore[misc]
         """Return how many rows each owner of a layer has, int64 [B, H_kv] (H_q columns for owner='query_head')."""
         heads = self.composition.stored_heads(self._geometry)
         return torch.tensor(self._runtime.snapshot.owner_rows(self._checked(layer), heads))
+
+    @property
+    def total_rows(self) -> int:
+        """Stored rows of all layers, heads and batch rows; the device is not asked."""
+        return self._runtime.snapshot.total_rows(self.num_layers, self.composition.stored_heads(self._geometry))
 
     def stored_view(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
         """Return (keys, values) of a layer's published slots, dead ones included; None before any.
@@ -358,15 +364,10 @@ class PolicyCache(ForeignAccess, Cache):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         """Name the policy, the budget and what is held."""
-        held = self._runtime.snapshot.total_rows(self.num_layers, self.composition.stored_heads(self._geometry))
         budget = "none" if self.composition.budget is None else self.composition.budget.declared
-        return f"{type(self).__name__}(budget={budget}, columns={self._runtime.columns}, rows={held})"
+        return f"{type(self).__name__}(budget={budget}, columns={self._runtime.columns}, rows={self.total_rows})"
 
     # -- internals ----------------------------------------------------------------------------------------------------
-
-    @property
-    def _rows_held(self) -> int:
-        return (self._runtime.waiting or self._runtime).snapshot.batch_size
 
     def _bind(self, decoder: torch.nn.Module) -> None:
         self._decoder = weakref.ref(decoder)

@@ -69,6 +69,10 @@ class FakeCache(DynamicCache):
         batch, heads, rows, _ = self.layers[layer].keys.shape
         return torch.full((batch, heads), rows)
 
+    @property
+    def total_rows(self) -> int:
+        return sum(layer.keys.shape[0] * layer.keys.shape[1] * layer.keys.shape[2] for layer in self.layers)
+
     def ledger(self) -> Any:
         payload = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
         return SimpleNamespace(
