@@ -102,9 +102,10 @@ class CacheUse:
 
 def measure(cache: Any) -> CacheUse:
     """Read rows, bytes and counters from a cache of one batch row."""
-    layers = [cache.stored_rows(layer).flatten() for layer in cache.policy_layers]
-    # Layers that read another's rows have none.
-    rows = [int(count) for counts in [own for own in layers if own.any()] or layers for count in counts]
+    stored = {layer: cache.stored_rows(layer).flatten() for layer in cache.policy_layers}
+    rows = [
+        int(count) for layer, own in stored.items() if own.any() or not _reads_another(cache, layer) for count in own
+    ]
     ledger, counted = cache.ledger(), cache.statistics
     names = ("forwards", "publications", "selections", "rows_dropped")
     return CacheUse(
@@ -120,6 +121,13 @@ def measure(cache: Any) -> CacheUse:
         replaces_rows=bool(cache.composition.representation.replaces_rows),
         statistics={name: int(getattr(counted, name)) for name in names},
     )
+
+
+def _reads_another(cache: Any, layer: int) -> bool:
+    """Whether a layer without rows reads those of another layer."""
+    if not cache.composition.representation.replaces_rows:
+        return False
+    return any(len(tokens) for tokens in cache.positions(layer))
 
 
 class RowsOverTime:
