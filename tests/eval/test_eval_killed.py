@@ -100,6 +100,8 @@ def test_an_interrupt_ends_with_status_130_and_a_run_that_continues(tmp_path: Pa
             time.sleep(0.1)
 
         RunDirectory.append = append  # type: ignore[method-assign]
+        # A shell's background jobs, and all they start, ignore this signal.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         return work()
 
     child = forked(work_slowly)

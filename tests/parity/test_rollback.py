@@ -335,7 +335,8 @@ def test_crop_arguments(name: str) -> None:
     with torch.no_grad():
         forward(model, prompt(4), cache)
     cache.crop(0)
-    if not can_be_neutral(name):
+    if cache.composition.representation.kind == "merged_segments":
+        # Every accepted token leaves a trace in what is stored.
         with pytest.raises(kv.StaleGenerationError, match="activate_past_recording"):
             cache.crop(-4)
         return
