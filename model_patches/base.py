@@ -31,6 +31,8 @@ class InterfacePatch:
     proof = "patched"
     key_stage = "post_rope"
     attends_itself = False
+    # Where the decoder has its layers.
+    layers_name = "layers"
     # Whether the decoder's own forward does nothing but embed, mask and run its layers, so that it can be repeated.
     repeats_layers = False
 
@@ -45,11 +47,12 @@ class InterfacePatch:
         Raises:
             UnsupportedModelError: they are not where this family has them.
         """
-        layers = getattr(decoder, "layers", None)
+        layers = getattr(decoder, self.layers_name, None)
         if not isinstance(layers, torch.nn.ModuleList):
             raise UnsupportedModelError(
-                f"{type(decoder).__name__} has no list of decoder layers, so no token can be dropped between them. "
-                "Use a policy that compresses at the end of a prompt, such as snapkv."
+                f"{type(decoder).__name__} has no list of decoder layers named {self.layers_name!r}, where its family "
+                "has them in transformers. Give a model whose code is that of transformers, or, where only dropping "
+                "tokens between layers asks for the list, a policy that compresses at the end of a prompt, as snapkv."
             )
         return list(layers)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_kvpolicy.errors import UnsupportedModelError
 from hf_kvpolicy.own_attention import Attend, OwnAttention
 
 from .base import RotaryDecoderPatch
@@ -24,20 +23,6 @@ class OwnAttentionPatch(RotaryDecoderPatch, ABC):
     # Where the decoder has its layers, and a layer its attention.
     layers_name = "h"
     attention_name = "self_attention"
-
-    def decoder_layers(self, decoder: torch.nn.Module) -> Sequence[torch.nn.Module]:
-        """Return the decoder's layers in order.
-
-        Raises:
-            UnsupportedModelError: they are not where this family has them.
-        """
-        layers = getattr(decoder, self.layers_name, None)
-        if not isinstance(layers, torch.nn.ModuleList):
-            raise UnsupportedModelError(
-                f"{type(decoder).__name__} has no list of layers named {self.layers_name!r}, as this family has in "
-                "transformers. Give a model whose code is that of transformers."
-            )
-        return list(layers)
 
     def attention(self, decoder: torch.nn.Module) -> torch.nn.Module:
         """Return the first layer's attention module."""

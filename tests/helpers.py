@@ -27,6 +27,20 @@ BACKENDS = ("sdpa", "eager")
 UNITS = ("head", "layer", "token")
 WINDOW_TOKENS = 7
 CACHE = cache_argument()
+# What the tiny decoders of all families have in common.
+TINY_DECODER: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "initializer_range": 0.2,
+}
 
 # Policies that drop tokens while a prompt runs. A prompt then has one output and can be neither recorded nor held; that
 # this is refused is tested in tests/spec/test_pyramidinfer.py.
@@ -194,19 +208,7 @@ def case_id(value: Any) -> str | None:
 
 @lru_cache(maxsize=32)
 def _master(family: str, seed: int, layers: int) -> torch.nn.Module:
-    common: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": None,
-        "initializer_range": 0.2,
-    }
+    common = {**TINY_DECODER, "num_hidden_layers": layers}
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     try:

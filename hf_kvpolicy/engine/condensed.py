@@ -29,7 +29,6 @@ from ..frame import LayerRun, LayerStep
 from ..masks import MaskRecord
 from ..representation import CondensedLayers, RowRepresentation
 from ..storage import DenseRows, RowMap, growth_slots
-from ..weighting import Weighting
 from .append import AppendStep
 from .inputs import ForwardInputs
 from .snapshot import Snapshot
@@ -94,11 +93,7 @@ class CondensedStep(AppendStep):
     def _take(self, layer: int, keys_BHTD: Tensor, values_BHTD: Tensor) -> tuple[Tensor, Tensor]:
         if self._run is self._runs[-1]:
             return super().update(layer, keys_BHTD, values_BHTD)
-        if keys_BHTD.shape != self._expected or keys_BHTD.dtype is not (self._dtype or keys_BHTD.dtype):
-            self._refuse_rows(layer, keys_BHTD)
-        if layer in self._brought:
-            self._refuse_again(layer)
-        self._dtype = keys_BHTD.dtype
+        self._admit_rows(layer, keys_BHTD, is_again=layer in self._brought)
         self._brought.add(layer)
         with torch.no_grad():
             return self.append(layer, keys_BHTD, values_BHTD)
@@ -117,7 +112,7 @@ class CondensedStep(AppendStep):
         assert backend is not None, "a prompt of several runs is never replayed"
         assert module is not None, "whoever names a backend has a module"
         self._check_attention(backend, step, record, kwargs)
-        self.scaling, self.weighting = float(kwargs["scaling"]), Weighting.of(kwargs)
+        self._take_weighting(kwargs)
         return self._attention(backend, module, query, step, record, kwargs)
 
     def append(self, layer: int, keys_BHTD: Tensor, values_BHTD: Tensor) -> tuple[Tensor, Tensor]:

@@ -69,11 +69,7 @@ class Step(ABC):
 
     def update(self, layer: int, keys_BHTD: Tensor, values_BHTD: Tensor) -> tuple[Tensor, Tensor]:
         """Take a layer's new rows; return the view attention will read."""
-        if keys_BHTD.shape != self._expected or keys_BHTD.dtype is not (self._dtype or keys_BHTD.dtype):
-            self._refuse_rows(layer, keys_BHTD)
-        if self.transaction.layer_phase(layer):
-            self._refuse_again(layer)
-        self._dtype = keys_BHTD.dtype
+        self._admit_rows(layer, keys_BHTD, is_again=bool(self.transaction.layer_phase(layer)))
         self.transaction.enter(layer, Phase.APPEND)
         if torch.is_grad_enabled():
             with torch.no_grad():
@@ -96,7 +92,7 @@ class Step(ABC):
         self._check_attention(backend, step, record, kwargs)
         try:
             self.transaction.enter(step.layer, Phase.ATTEND)
-            self.scaling, self.weighting = float(kwargs["scaling"]), Weighting.of(kwargs)
+            self._take_weighting(kwargs)
             output = None
             if backend is not None and module is not None:
                 self.admit(backend)
@@ -142,6 +138,17 @@ class Step(ABC):
                 "with a policy cache. Pass a 2-D attention_mask; 4-D masks are tied to an uncompressed cache."
             )
         refuse_unhandled(kwargs, backend)
+
+    def _take_weighting(self, kwargs: dict[str, Any]) -> None:
+        self.scaling, self.weighting = float(kwargs["scaling"]), Weighting.of(kwargs)
+
+    def _admit_rows(self, layer: int, keys_BHTD: Tensor, *, is_again: bool) -> None:
+        """Refuse rows of another shape or type than the cache's, and those of a layer that brought its own already."""
+        if keys_BHTD.shape != self._expected or keys_BHTD.dtype is not (self._dtype or keys_BHTD.dtype):
+            self._refuse_rows(layer, keys_BHTD)
+        if is_again:
+            self._refuse_again(layer)
+        self._dtype = keys_BHTD.dtype
 
     def _layer_done(self) -> None:
         self._layers_left -= 1

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from helpers import VOCAB
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 from transformers.models.llama.modeling_llama import eager_attention_forward as llama_eager
-
-from ._table import VOCAB
 
 ODDITIES = {
     "cooled": "weighs rows in layer 0 differently",

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers import TINY_DECODER, WINDOW_TOKENS
 
-VOCAB = 97
-# Sliding layers let go of rows well within the tests' prompts.
-WINDOW_TOKENS = 7
 _SLIDING_AND_FULL = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -270,17 +268,7 @@ def config_of(name: str, **changed: Any) -> Any:
     """Return a fresh tiny config of a family."""
     family = require(name)
     options: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": None,
-        "initializer_range": 0.2,
+        **TINY_DECODER,
         **copy.deepcopy(family.options),
         **changed,
     }

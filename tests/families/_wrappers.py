@@ -11,27 +11,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers import left_padded, prompt
+from helpers import TINY_DECODER, WINDOW_TOKENS, left_padded, prompt
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-from ._table import VOCAB, WINDOW_TOKENS
-
 IMAGE = 95
 _START, _END, _VIDEO = 92, 93, 94
-_TEXT: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "initializer_range": 0.2,
-}
 _VISION: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -175,7 +160,7 @@ def _master(name: str, backend: str) -> Any:
         pytest.skip(f"transformers {transformers.__version__} has no {kind} models")
     vision = dict(wrapper.vision) if not wrapper.stacked else {**_VISION, **wrapper.vision}
     config = CONFIG_MAPPING[kind](
-        text_config={**_TEXT, **copy.deepcopy(wrapper.text)}, vision_config=vision, **wrapper.options
+        text_config={**TINY_DECODER, **copy.deepcopy(wrapper.text)}, vision_config=vision, **wrapper.options
     )
     state = torch.random.get_rng_state()
     torch.manual_seed(3)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import (
+    WINDOW_TOKENS,
     assert_same_content,
     dynamic_cache,
     forward,
@@ -21,7 +22,7 @@ from helpers import (
 import hf_kvpolicy as kv
 from hf_kvpolicy.replay import capture_prompt, replay_prompt
 
-from ._table import MIXED, WINDOW_TOKENS, tiny
+from ._table import MIXED, tiny
 
 # Sliding layers come first and last in one, last in the other: a forward ends with a layer of either kind.
 FAMILIES = ("gemma2", "qwen2-mixed", "llama4")

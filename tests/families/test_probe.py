@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers import dynamic_cache, forward, generate, left_padded, neutral_cache, prompt
+from helpers import VOCAB, WINDOW_TOKENS, dynamic_cache, forward, generate, left_padded, neutral_cache, prompt
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import hf_kvpolicy as kv
@@ -15,7 +15,6 @@ from hf_kvpolicy.attach import attached_backend
 
 from ._odd import ODDITIES, odd
 from ._reference import MaskedReference
-from ._table import VOCAB, WINDOW_TOKENS
 
 # What is checked has, between them: parallel blocks, sliding and full layers with and without rotation, scales of its
 # own, biases, partial rotation.

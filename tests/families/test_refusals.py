@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers import forward, prompt
+from helpers import VOCAB, forward, prompt
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import hf_kvpolicy as kv
 
-from ._table import VOCAB, config_of, require, tiny
+from ._table import config_of, require, tiny
 
 # Kinds of models by their own default config, and why they are refused.
 REASONS = {
