@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..contract.canonical import sha256_of
-from .sweep import BudgetValue, PolicySpec, SweepConfig, TaskSpec
+from .sweep import NO_CONTEXT, BudgetValue, PolicySpec, SweepConfig, TaskSpec
 from .tasks.base import ExampleRequest
 
 __all__ = ["Cell", "TaskPoint", "cells_at", "same_rows", "task_points"]
@@ -101,6 +101,9 @@ def task_points(config: SweepConfig) -> Iterator[TaskPoint]:
 def cells_at(config: SweepConfig, point: TaskPoint) -> Iterator[Cell]:
     """Every policy, option set and budget at one task point; the full cache first, a matched cell after its source."""
     for query_aware, policy in itertools.product(config.query_aware, config.policies):
+        if policy.name == NO_CONTEXT and not point.request.max_new_tokens:
+            # A task that generates nothing is its text: without it nothing is asked.
+            continue
         for options, budget in itertools.product(_option_sets(policy), policy.budgets):
             cell = Cell(
                 task=point.task.name,

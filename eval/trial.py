@@ -53,10 +53,12 @@ def run_trial(
     Where nothing is generated, the cache itself is fed the gold text, and `final_*` are measured after it.
 
     Raises:
-        ConfigError: the prompt is longer than the model's positions.
+        ConfigError: the prompt is empty, or longer than the model's positions.
         KVPolicyError: whatever the cache refuses.
     """
     model = loaded.model
+    if not encoded.token_ids:
+        raise ConfigError(f"The prompt of example {example.example_id} has no token. Give it a context or a question.")
     _check_fits(model, len(encoded.token_ids) + max(cell.max_new_tokens, len(encoded.answer_ids)))
     prefilled = dense.prefill(encoded, cache)
     after_prompt = engine.measure(prefilled.cache)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from eval_fakes import tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from hf_kvpolicy.errors import ConfigError
 from hf_kvpolicy.eval.prompting import PromptEncoder
 from hf_kvpolicy.eval.tasks.base import Example, Turn
+from hf_kvpolicy.eval.trial import run_trial
 
 BOS = 256
 EXAMPLE = Example(context="Text.", question="What?", answer_prefix="It is", answers=("42",))
@@ -104,3 +107,12 @@ def test_the_middle_is_cut_and_counted() -> None:
     assert encoder.cut_middle("abcdefghij", 10) == ("abcdefghij", 0)
     assert encoder.cut_middle("abcdefghij", 5) == ("abij", 6)
     assert encoder.cut_middle("abcdefghij", 1) == ("", 10)
+
+
+def test_a_prompt_without_a_token_is_refused() -> None:
+    example = replace(EXAMPLE, context="", joint="", question="", answer_prefix="", chat_template=False)
+    encoded = PromptEncoder(tiny_tokenizer(chat=False)).encode(example)
+    assert encoded.token_ids == ()
+    nothing: Any = SimpleNamespace(model=None)
+    with pytest.raises(ConfigError, match="has no token"):
+        run_trial(nothing, nothing, example, encoded, None, metric="exact", dense=nothing, beside=encoded)

@@ -59,6 +59,13 @@ def test_cells_cross_options_budgets_lengths_and_seeds() -> None:
     assert "snapkv(kernel_size=5,window=8) @ 0.5" in labels
 
 
+def test_a_text_that_is_only_read_has_no_floor() -> None:
+    tasks = [*BASE["tasks"], {"name": "perplexity_pydoc", "lengths_tokens": [512], "num_examples": 2}]
+    config = parse_sweep(changed(tasks=tasks, floor=True))
+    floors = [[cell.policy for cell in cells_at(config, point)].count("no_context") for point in task_points(config)]
+    assert floors == [1, 1, 0]
+
+
 def test_cell_keys_differ_by_every_coordinate() -> None:
     config = parse_sweep(changed(seeds=[0, 1]))
     keys = [cell.key("id") for point in task_points(config) for cell in cells_at(config, point)]
