@@ -25,6 +25,7 @@ from .figures import (
 )
 from .pareto import on_front
 from .report_notes import reading_notes
+from .report_overview import OVERVIEW_NOTE, overview_table
 from .report_tables import (
     Table,
     cell_table,
@@ -87,6 +88,8 @@ def report_html(run: Mapping[str, Any], results: Sequence[Result]) -> str:
         run=run,
         canaries=[(canary_note(found), not found["answered"]) for found in run.get("canaries", {}).values()],
         counts=outcome_counts(results),
+        overview=overview_table(summaries),
+        overview_note=OVERVIEW_NOTE,
         points=[_point(title, group, drawing) for title, group in tables(summaries)],
         heat_maps=[_heat_section(found, drawing) for found in heat_maps(summaries)],
         scale=drawing.scale(),

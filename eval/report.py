@@ -8,6 +8,7 @@ from typing import Any
 
 from .canary import canary_note
 from .report_notes import reading_notes
+from .report_overview import OVERVIEW_NOTE, overview_table
 from .report_tables import (
     Table,
     cell_table,
@@ -53,6 +54,9 @@ def write_report(source: RunSource, out: Path) -> list[CellSummary]:
 def report_markdown(run: Mapping[str, Any], results: Sequence[Result], image: Path) -> str:
     """The whole report as Markdown."""
     lines = ["# Evaluation report", "", *_header(run), "", f"![score and NLL over measured bytes]({image})"]
+    overview = overview_table(result.summary for result in results)
+    if overview.rows:
+        lines += ["", "## All task points", "", OVERVIEW_NOTE, "", *markdown_table(overview)]
     for title, group in tables(result.summary for result in results):
         lines += ["", f"## {title}", "", *markdown_table(cell_table(group))]
         for heading, table in (("Paired differences", paired_table(group)), ("By depth", depth_table(group))):

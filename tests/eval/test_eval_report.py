@@ -19,6 +19,7 @@ from hf_kvpolicy.eval.figures import draw_curves, styles_of
 from hf_kvpolicy.eval.outcomes import Outcome
 from hf_kvpolicy.eval.records import Row
 from hf_kvpolicy.eval.report import write_report
+from hf_kvpolicy.eval.report_overview import overview_table
 from hf_kvpolicy.eval.report_tables import COLUMNS, table_cells
 from hf_kvpolicy.eval.run_directory import RunDirectory
 from hf_kvpolicy.eval.summary import summarise
@@ -56,6 +57,17 @@ def folder_with(rows: list[Row], path: Path, **run: Any) -> RunDirectory:
 def policy(right: int, count: int, budget: int = 64) -> list[Row]:
     """Rows of which the first `right` are right."""
     return [made_row("snapkv", i, budget=budget, output="7" if i < right else "wrong") for i in range(count)]
+
+
+def test_an_overview_has_a_line_a_policy_and_a_column_a_task_point() -> None:
+    longer = [
+        replace(row, cell={**row.cell, "length_tokens": 1024}, cell_key=f"{row.cell_key}-1024") for row in full(3)
+    ]
+    table = overview_table(summarise([*full(3), *policy(0, 3), *longer]))
+    assert table.columns == ["policy", "needle_single_noise, 512 tokens", "needle_single_noise, 1024 tokens"]
+    # made_row gives a wrong answer the NLL 3 + index / 10.
+    assert table.rows == [["full", "1.00 / 0.10", "1.00 / 0.10"], ["snapkv @ 64", "0.00 / 3.10", ""]]
+    assert not overview_table(summarise([*full(3), *policy(0, 3)])).rows
 
 
 def test_outcomes_compare_with_the_full_cache_example_by_example() -> None:
