@@ -15,6 +15,7 @@ from torch import Tensor
 from .compat import is_plain_causal, mask_function, mask_rule
 from .errors import BackendAdmissionError
 from .frame import active_cache
+from .graphs import outside_graphs
 
 __all__ = ["MaskRecord", "make_mask"]
 
@@ -73,6 +74,7 @@ class MaskRecord:
         return allowed
 
 
+@outside_graphs
 def make_mask(backend: str, **arguments: Any) -> Any:
     """Return a `MaskRecord` inside a forward of a policy cache, else exactly what the stock function returns."""
     if active_cache() is None:
