@@ -47,6 +47,10 @@ class MaskRecord:
         assert self._backend is not None, "only a record of transformers' own mask has one"
         return mask_function(self._backend)(**self._arguments)
 
+    def stock_on(self, device: torch.device) -> Any:
+        """Return that mask where a layer attends: layers may lie on other devices than the model's input."""
+        return self.stock.to(device) if hasattr(self.stock, "to") else self.stock
+
     def rule_only(self) -> MaskRecord:
         """Return a record of the rule alone, without the tensors of this forward."""
         kept = {name: self._arguments.get(name) for name in ("mask_function", "local_size", "use_vmap")}
