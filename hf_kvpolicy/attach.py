@@ -27,6 +27,7 @@ from .errors import BackendAdmissionError, ConfigError, UnsupportedModelError
 from .fingerprint import config_digest
 from .frame import READER, Reader, active_cache, enter_forward, take_reader
 from .geometry import CacheGeometry, text_config
+from .graphs import outside_graphs
 from .own_attention import bind, bound_backend, unbind
 from .probe import PROBE_TOKENS, probe_finding
 from .pruning import stop_pruning
@@ -176,13 +177,14 @@ def attention_carrier(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def unwrap(model: torch.nn.Module) -> PreTrainedModel:
-    """Return the transformers model inside a wrapper (PEFT).
+    """Return the transformers model inside a wrapper (PEFT, or what torch.compile returns).
 
     Raises:
         UnsupportedModelError: there is none.
     """
-    getter = getattr(model, "get_base_model", None)
-    inner = getter() if getter is not None else model
+    given = getattr(model, "_orig_mod", model)
+    getter = getattr(given, "get_base_model", None)
+    inner = getter() if getter is not None else given
     if not isinstance(inner, PreTrainedModel):
         raise UnsupportedModelError(
             f"{type(model).__name__} is not a transformers model. Give the model that from_pretrained returned, or a "
@@ -227,6 +229,7 @@ def _arguments(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     return {**dict(zip(_parameters(type(module).forward)[1:], args, strict=False)), **kwargs}
 
 
+@outside_graphs
 def _before_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Note what the outer model will read of its decoder's output."""
     arguments = _arguments(module, args, kwargs)
@@ -240,6 +243,7 @@ def _before_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
     )
 
 
+@outside_graphs
 def _before_forward(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -255,6 +259,7 @@ def _before_forward(
     return None
 
 
+@outside_graphs
 def _after_forward(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """End the forward of a model with linear attention, whose last attention is not the last change of a state."""
     cache = active_cache()

@@ -16,6 +16,7 @@ from .backends import BACKENDS, run_stock
 from .compat import register_attention
 from .errors import IntegrityError
 from .frame import STEP
+from .graphs import outside_graphs
 from .masks import MaskRecord, make_mask
 
 __all__ = ["attend_layer", "register"]
@@ -27,6 +28,7 @@ def register() -> None:
         register_attention(name, partial(attend_layer, backend), partial(make_mask, backend))
 
 
+@outside_graphs
 def attend_layer(
     backend: str,
     module: torch.nn.Module,

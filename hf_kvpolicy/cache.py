@@ -17,10 +17,11 @@ from transformers.cache_utils import Cache
 from .compat import stock_layers
 from .contract import KVPolicyState, KVVisibilityPolicyManifest, PackedKVViewReceipt
 from .engine import Composition, RunStatistics, Runtime, Step
-from .errors import BackendAdmissionError, ConfigError, IntegrityError
+from .errors import ConfigError, IntegrityError
 from .fingerprint import checkpoint_fingerprint
 from .frame import STEP, LayerStep, Reader, active_cache, weakly
 from .geometry import CacheGeometry, text_config
+from .graphs import outside_graphs
 from .layers import ANOTHER_MODEL, NOT_ATTACHED, ForeignAccess, layer_faces, policy_layer
 from .ledger import Ledger, account
 from .positions import RotarySpec
@@ -105,12 +106,11 @@ class PolicyCache(ForeignAccess, Cache):  # type: ignore[misc]
         """The forward in flight, asked by what stands between the model's loop and its layers."""
         return self._runtime.step
 
+    @outside_graphs
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Take a layer's new rows and return the view its attention reads (called by the model)."""
-        if torch.compiler.is_compiling():
-            raise BackendAdmissionError("A policy cache cannot run inside torch.compile yet; run the model eagerly.")
         # A layer before this one whose attention never came: what a dead forward left open let an unattached model in.
         unattended = STEP.get() is not None
         if unattended or active_cache() is not self or not self._runtime.begun_here():
@@ -120,10 +120,12 @@ class PolicyCache(ForeignAccess, Cache):  # type: ignore[misc]
         STEP.set(LayerStep(step, layer, keys, values, model_layer=layer_idx, foreign=foreign))
         return keys, values
 
+    @outside_graphs
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the columns ever fed, pads and waiting tokens included."""
         return self._runtime.columns
 
+    @outside_graphs
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return (columns after this forward, 0), not slots; a layer no policy acts on answers as transformers' own."""
         if layer_idx in self._geometry.attending_foreign:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .contract import sha256_of
+from .weights import computing_device, named_weights
 
 __all__ = ["checkpoint_fingerprint", "config_digest", "weights_fingerprint"]
 
@@ -39,9 +40,8 @@ def checkpoint_fingerprint(decoder: torch.nn.Module | None) -> str:
     config: Any = decoder.config
     digest = hashlib.sha256(config_digest(config).encode())
     digest.update(str(getattr(config, "_commit_hash", None)).encode())
-    parameters = sorted(decoder.named_parameters())
-    step = max(1, len(parameters) // _SAMPLED_TENSORS)
-    for name, weight in parameters[::step]:
+    step = max(1, sum(1 for _ in decoder.parameters()) // _SAMPLED_TENSORS)
+    for name, weight in named_weights(decoder, every=step):
         sample = weight.detach().reshape(-1)[:_SAMPLED_ELEMENTS].float().cpu()
         digest.update(name.encode() + sample.numpy().tobytes())
     return digest.hexdigest()
@@ -58,10 +58,10 @@ def weights_fingerprint(decoder: torch.nn.Module) -> str:
 
     Loading a checkpoint in float32 or bfloat16, or with another version of transformers, gives the same digest.
     """
-    parameters = sorted(decoder.named_parameters())
-    names = [f"{name} {tuple(weight.shape)}" for name, weight in parameters]
-    digest, device = hashlib.sha256(sha256_of(names).encode()), parameters[0][1].device
-    samples = [weight.detach().reshape(-1)[:_SAMPLED_PER_TENSOR].bfloat16().to(device) for _, weight in parameters]
+    names = [f"{name} {tuple(weight.shape)}" for name, weight in sorted(decoder.named_parameters())]
+    digest, device = hashlib.sha256(sha256_of(names).encode()), computing_device(decoder)
+    weights = (weight for _, weight in named_weights(decoder))
+    samples = [weight.detach().reshape(-1)[:_SAMPLED_PER_TENSOR].bfloat16().to(device) for weight in weights]
     # One copy to the host instead of one a tensor.
     digest.update(torch.cat(samples).cpu().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()

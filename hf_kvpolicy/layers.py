@@ -12,6 +12,7 @@ from .engine import SUPERSEDED
 from .errors import ConfigError, StaleGenerationError
 from .frame import active_cache
 from .geometry import CacheGeometry
+from .graphs import outside_graphs
 
 if TYPE_CHECKING:
     from .cache import PolicyCache
@@ -240,10 +241,12 @@ class ForeignAccess:
     _geometry: CacheGeometry
     _runtime: Runtime
 
+    @outside_graphs
     def foreign_layer(self, layer: int) -> Any:
         """Return transformers' own layer behind what no policy acts on, as it is now. Read it; do not change it."""
         return self._runtime.foreign[self._geometry.foreign_layers.index(layer)]
 
+    @outside_graphs
     def working_layer(self, layer: int) -> Any:
         """Return that layer inside a forward, which may change it.
 
@@ -257,6 +260,7 @@ class ForeignAccess:
             raise StaleGenerationError(SUPERSEDED)
         return self.foreign_layer(layer)
 
+    @outside_graphs
     def states_of(self, layer: int, name: str) -> dict[int, Tensor | None]:
         """Return a layer's states: those of the forward that runs here, or copies of what is published."""
         states: dict[int, Tensor | None] = getattr(self.foreign_layer(layer), name)

@@ -15,6 +15,7 @@ from torch import Tensor
 from .compat import is_plain_causal, mask_function, mask_rule
 from .errors import BackendAdmissionError
 from .frame import active_cache
+from .graphs import outside_graphs
 
 __all__ = ["MaskRecord", "make_mask"]
 
@@ -46,6 +47,10 @@ class MaskRecord:
         assert self._backend is not None, "only a record of transformers' own mask has one"
         return mask_function(self._backend)(**self._arguments)
 
+    def stock_on(self, device: torch.device) -> Any:
+        """Return that mask where a layer attends: layers may lie on other devices than the model's input."""
+        return self.stock.to(device) if hasattr(self.stock, "to") else self.stock
+
     def rule_only(self) -> MaskRecord:
         """Return a record of the rule alone, without the tensors of this forward."""
         kept = {name: self._arguments.get(name) for name in ("mask_function", "local_size", "use_vmap")}
@@ -73,6 +78,7 @@ class MaskRecord:
         return allowed
 
 
+@outside_graphs
 def make_mask(backend: str, **arguments: Any) -> Any:
     """Return a `MaskRecord` inside a forward of a policy cache, else exactly what the stock function returns."""
     if active_cache() is None:

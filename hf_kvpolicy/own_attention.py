@@ -24,6 +24,7 @@ from .attention import attend_layer
 from .cache import PolicyCache
 from .compat import CACHE_NAMES
 from .errors import BackendAdmissionError, UnsupportedModelError
+from .graphs import outside_graphs
 from .masks import MaskRecord
 
 __all__ = ["Attend", "BoundForward", "OwnAttention", "bind", "bound_backend", "place", "refuse_replaced", "unbind"]
@@ -72,6 +73,7 @@ class _AttendingForward(BoundForward):
         super().__init__(backend)
         self.forward = forward
 
+    @outside_graphs
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Attend through the engine where the call carries a policy cache, else as the class does."""
         own = type(module).forward

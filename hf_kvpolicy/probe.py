@@ -28,6 +28,7 @@ from .errors import BackendAdmissionError, UnsupportedModelError
 from .geometry import CacheGeometry
 from .masks import MaskRecord
 from .weighting import Weighting
+from .weights import computing_device
 
 __all__ = ["PROBE_TOKENS", "probe_finding"]
 
@@ -66,7 +67,7 @@ def probe_finding(model: Any, geometry: CacheGeometry) -> str | None:
     if model.training:
         return "is in training mode, where dropout hides what attention does: call model.eval()"
     before = str(model.config._attn_implementation)
-    ids = (torch.arange(PROBE_TOKENS, device=model.device) * 7 + 3)[None] % int(model.config.vocab_size)
+    ids = (torch.arange(PROBE_TOKENS, device=computing_device(model)) * 7 + 3)[None] % int(model.config.vocab_size)
     try:
         with _named(model, "eager"):
             wanted = model(ids, use_cache=False, output_attentions=True).attentions
@@ -108,7 +109,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     run = _RUN.get()
     assert run is not None, "only a probe uses this name"
-    output = run_stock(run.backend, module, query, key, value, getattr(mask, "stock", mask), **arguments)[0]
+    stock = mask.stock_on(query.device) if isinstance(mask, MaskRecord) else mask
+    output = run_stock(run.backend, module, query, key, value, stock, **arguments)[0]
     if run.finding is None:
         run.finding = _fault(run, module, query, key, value, mask, arguments)
     if run.finding is None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .frame import active_cache
+from .graphs import outside_graphs
 
 __all__ = ["prune_between", "stop_pruning"]
 
@@ -38,6 +39,7 @@ def _hooks(layer: torch.nn.Module) -> Iterable[int]:
     return (key for key, hook in layer._forward_pre_hooks.items() if hook is _before_layer)
 
 
+@outside_graphs
 def _before_layer(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -16,6 +16,7 @@ import torch
 
 from .errors import UnsupportedModelError
 from .frame import LayerRun, active_cache
+from .graphs import outside_graphs
 from .own_attention import BoundForward, place, refuse_replaced
 from .registry import ModelPatch
 
@@ -45,6 +46,7 @@ def repeat_layers(decoder: torch.nn.Module, backend: str) -> None:
 class _RepeatedForward(BoundForward):
     """A decoder's forward, as often as the forward in flight asks."""
 
+    @outside_graphs
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the class's forward once, or once a run."""
         own, cache = type(module).forward, active_cache()

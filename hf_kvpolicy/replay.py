@@ -180,7 +180,7 @@ def _record(
                 arguments={name: kwargs[name] for name in _TOLD if kwargs.get(name) is not None},
             )
         )
-    stock = attention_mask.stock if isinstance(attention_mask, MaskRecord) else attention_mask
+    stock = attention_mask.stock_on(query.device) if isinstance(attention_mask, MaskRecord) else attention_mask
     return run_stock(backend, module, query, key, value, stock, **kwargs)
 
 

@@ -56,6 +56,8 @@ MODES: dict[str, Mode] = {
     "half": Mode(EVICTING, "half precision", "bf16 and fp16: rows in the model's dtype, scores in fp32, bytes exact"),
     "gradients": Mode(EVICTING, "gradients", "a first forward has all of them, and stored rows carry no graph"),
     "weights_away": Mode(EVICTING, "weights away", "with weights that accelerate fetches from CPU or disk: the same"),
+    "device_map": Mode(EVICTING, "device_map", "with layers on disk, or on several devices: the same"),
+    "compiled": Mode(EVICTING, "compiled", "under torch.compile: the same, and decode steps compile nothing new"),
     "one_graph": Mode(EVICTING, "one graph", "under torch.compile(fullgraph=True)"),
     "failures": Mode(EVICTING, "failures", "a forward that fails anywhere leaves the cache as it was"),
 }

@@ -104,7 +104,7 @@ class AppendStep(Step):
         if self.carry is None:
             return self.snapshot.scores_LBSWX
         if self._states:
-            return torch.stack([self._states[i] for i in range(len(self._states))])
+            return torch.stack([self._states[i].to(self.inputs.device) for i in range(len(self._states))])
         old = self.snapshot.scores_LBSWX
         assert old is not None, "rows that were appended before carry states"
         states = torch.cat([old, torch.zeros_like(old[:, :, :, : self.inputs.length])], dim=3)

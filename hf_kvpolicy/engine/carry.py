@@ -162,6 +162,7 @@ class Carry:
             layers, batch = logits.shape[:2]
             layer_B = torch.arange(start, start + layers, device=logits.device).repeat_interleave(batch)
             sinks = [self._sinks[layer] for layer in range(start, start + layers)]
+            sinks = [None if own is None else own.to(logits.device) for own in sinks]
             block = self._block(
                 layer_B, logits.flatten(0, 1), tokens[part].flatten(0, 1), _of_batches(sinks, batch), repeats=layers
             )
@@ -192,14 +193,14 @@ class Carry:
         repeats: int = 1,
     ) -> QueryBlock:
         """Return this forward's one query as a block; `repeats` layers may be folded into the batch."""
-        real = self._step.inputs.real_BT
+        real, device = self._step.inputs.real_BT, logits_BSGTN.device
         return QueryBlock(
             layer=layer,
             logits_BSGTN=logits_BSGTN,
-            query_tokens_BT=self.query_tokens_BT.repeat(repeats, 1),
-            row_tokens_BMN=tokens_BMN,
-            real_BT=None if real is None else real.repeat(repeats, 1),
-            clock_BT=self.clock_BT.repeat(repeats, 1),
+            query_tokens_BT=self.query_tokens_BT.repeat(repeats, 1).to(device),
+            row_tokens_BMN=tokens_BMN.to(device),
+            real_BT=None if real is None else real.repeat(repeats, 1).to(device),
+            clock_BT=self.clock_BT.repeat(repeats, 1).to(device),
             dtype=self._step.snapshot.rows[0].keys_BSCD.dtype,
             sinks_BSG=sinks_BSG,
         )

@@ -141,6 +141,7 @@ class CondensedStep(AppendStep):
         for start in range(0, tokens, block):
             part = slice(start, min(start + block, tokens))
             mask, seen = self._mask_of(step.layer, visibility, view, columns, part)
+            mask = None if mask is None else mask.to(query.device)
             shown = (query[:, :, part], step.keys[:, :, :seen], step.values[:, :, :seen])
             if mask is None or not self._may_see_nothing:
                 parts.append(attend_view(backend, module, *shown, mask, kwargs))

@@ -123,7 +123,7 @@ class Decider:
             self._waiting.append(_Waiting(layer, candidates))
             if self.drops_rows:
                 votes = self._score(layer, candidates, seen)
-                self._votes = votes if self._votes is None else self._votes.to(votes.device) + votes
+                self._votes = votes if self._votes is None else self._votes + votes
         else:
             votes_or_none = self._score(layer, candidates, seen) if self.drops_rows else None
             self._pack(layer, candidates, self._choose(candidates.map, votes_or_none), shared=False)
@@ -146,13 +146,14 @@ class Decider:
     # -- score ------------------------------------------------------------------------------------------------------
 
     def _score(self, layer: int, candidates: Candidates, seen: Observed) -> Tensor:
-        policy = self._composition
+        """Return a layer's votes, where its map lies: rows may lie elsewhere."""
+        policy, device = self._composition, candidates.keys_BSND.device
         observation = LayerObservation(
             layer=layer,
             queries_BQWD=seen.queries_BQWD,
-            observed_BW=seen.real_BW,
+            observed_BW=None if seen.real_BW is None else seen.real_BW.to(device),
             keys_BHND=candidates.keys_BSND,
-            tokens_BMN=candidates.map.tokens_BMW,
+            tokens_BMN=candidates.map.tokens_BMW.to(device),
             visibility=seen.visibility,
             scaling=seen.scaling,
             weighting=seen.weighting,
@@ -168,7 +169,8 @@ class Decider:
             self.workspace_bytes,
             _vote_workspace(observation, self._geometry) + tensor_bytes(votes) + _bias_bytes(seen),
         )
-        return reduce_heads(votes, policy.unit) if policy.evidence.differs_by_layer else votes
+        votes = reduce_heads(votes, policy.unit) if policy.evidence.differs_by_layer else votes
+        return votes.to(candidates.map.device)
 
     # -- protect and select -----------------------------------------------------------------------------------------
 
@@ -246,11 +248,10 @@ class Decider:
         enter, policy = self._transaction.enter, self._composition
         for phase in (Phase.PROTECT, Phase.SELECT, Phase.VALIDATE, Phase.ADMIT, Phase.RESERVE):
             enter(layer, phase)
-        device = candidates.keys_BSND.device
-        index = kept.index_BMK.to(device)
+        index = kept.index_BMK.to(candidates.keys_BSND.device)
         if not shared or self._shared_map is None:
             # Pinned rows come first whatever their token, so the order is ascending only without them.
-            packed = candidates.map.gathered(index, kept.live_BMK.to(device), ordered=not self._pinned)
+            packed = candidates.map.gathered(kept.index_BMK, kept.live_BMK, ordered=not self._pinned)
             if shared:
                 self._shared_map = packed
             else:
@@ -271,27 +272,26 @@ class Decider:
             self.codes_rows = self.codes_rows or rows.coded_slots > 0
         self.rows[layer] = rows
         if candidates.states_BSNX is not None:
-            self._pack_states(layer, candidates, candidates.states_BSNX, index)
+            self._pack_states(layer, candidates, candidates.states_BSNX, kept.index_BMK)
         enter(layer, Phase.PACK)
 
     def _pack_states(self, layer: int, candidates: Candidates, states_BSNX: Tensor, index_BMK: Tensor) -> None:
         evidence = self._composition.evidence
         assert isinstance(evidence, CarriedEvidence)
-        packed = gather_rows(states_BSNX, index_BMK, states_BSNX.shape[1])
+        packed = gather_rows(states_BSNX, index_BMK.to(states_BSNX.device), states_BSNX.shape[1])
         if self.ends_prompt:
             tokens = candidates.map.tokens_BMW.expand(-1, index_BMK.shape[1], -1).gather(2, index_BMK)
-            recent = self._recent(tokens)
+            recent = self._recent(tokens).to(packed.device)
             for row, own in enumerate(self._brought):
                 if own:
                     evidence.close_prompt_(packed[row], recent[row])
-        self.states[layer] = packed
+        self.states[layer] = packed.to(candidates.map.device)
 
     def stacked_states(self) -> Tensor | None:
         """Return the kept rows' states of all layers, [L, B, S, K, X]; None for evidence without any."""
         if not self.states:
             return None
-        first = self.states[0]
-        return torch.stack([self.states[i].to(first.device) for i in range(len(self.states))])
+        return torch.stack([self.states[i] for i in range(len(self.states))])
 
     def _capacity(self, kept: int) -> int:
         """A full every-step cache needs one spare slot for ever; others grow."""

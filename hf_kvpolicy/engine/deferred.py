@@ -124,7 +124,8 @@ def absorb_held(runtime: Runtime, snapshot: Snapshot) -> Snapshot:
         states.append(_states(runtime, snapshot, layer, keys, table, True))
     kept = [state for state in states if state is not None]
     opened = replace(segment, window=None, queries_BQWD=())
-    return replace(snapshot, scores_LBSWX=torch.stack(kept), open_segment=opened)
+    scores = torch.stack([state.to(snapshot.device) for state in kept])
+    return replace(snapshot, scores_LBSWX=scores, open_segment=opened)
 
 
 def _window(runtime: Runtime, segment: OpenSegment | None) -> QueryWindow | None:
@@ -141,7 +142,7 @@ def _states(
     evidence, stored = runtime.composition.evidence, snapshot.scores_LBSWX
     if not isinstance(evidence, CarriedEvidence) or stored is None:
         return None
-    states, segment = stored[layer].clone(), snapshot.open_segment
+    states, segment = stored[layer].to(keys.device, copy=True), snapshot.open_segment
     if segment is None or segment.window is None:
         return states
     window = segment.window

@@ -60,7 +60,7 @@ class EvictStep(OneTokenStep):
             rows.write(self.snapshot.width, keys_BHTD, values_BHTD)
         else:
             slot_BM = self._slot_LBM[layer if self._slot_LBM.shape[0] > 1 else 0]
-            index = slot_BM[:, :, None, None].expand(-1, keys_BHTD.shape[1], 1, -1)
+            index = slot_BM.to(keys_BHTD.device)[:, :, None, None].expand(-1, keys_BHTD.shape[1], 1, -1)
             rows.keys_BSCD.scatter_(2, index.expand(-1, -1, -1, keys_BHTD.shape[3]), keys_BHTD)
             rows.values_BSCD.scatter_(2, index.expand(-1, -1, -1, values_BHTD.shape[3]), values_BHTD)
         self.rows[layer] = rows

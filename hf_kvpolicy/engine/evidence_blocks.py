@@ -62,7 +62,7 @@ class SegmentQueries:
 
     def blocks(self, first: int, end: int, width: int) -> Iterator[tuple[slice, int, QueryBlock]]:
         """Yield the queries from `first` to `end`, `width` at a time: (which, rows that any of them sees, block)."""
-        total = self.queries_BQTD.shape[2]
+        total, device = self.queries_BQTD.shape[2], self.keys_BSND.device
         for start in range(first, end, width):
             part = slice(start, min(end, start + width))
             mask, seen = self.visibility.for_block(self.view, self.columns_BT[:, part], start, total)
@@ -76,10 +76,10 @@ class SegmentQueries:
                 QueryBlock(
                     layer=self.layer,
                     logits_BSGTN=logits,
-                    query_tokens_BT=self.query_tokens_BT[:, part],
-                    row_tokens_BMN=self.view.tokens_BMW[:, :, :seen],
-                    real_BT=None if self.real_BT is None else self.real_BT[:, part],
-                    clock_BT=self.clock_BT[:, part],
+                    query_tokens_BT=self.query_tokens_BT[:, part].to(device),
+                    row_tokens_BMN=self.view.tokens_BMW[:, :, :seen].to(device),
+                    real_BT=None if self.real_BT is None else self.real_BT[:, part].to(device),
+                    clock_BT=self.clock_BT[:, part].to(device),
                     dtype=self.keys_BSND.dtype,
                     sinks_BSG=sinks_of(self.weighting, self.keys_BSND.shape[1]),
                 ),

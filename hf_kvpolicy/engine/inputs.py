@@ -66,7 +66,7 @@ def read_inputs(
 
     Raises:
         ConfigError: the call cannot be right (see each message for the remedy).
-        BackendAdmissionError: the call is being compiled.
+        BackendAdmissionError: the call is being exported.
     """
     _refuse_modes(module, arguments)
     embedded = arguments.get("input_ids")
@@ -137,8 +137,8 @@ def _refuse_modes(module: torch.nn.Module, arguments: Mapping[str, Any]) -> None
     config: Any = module.config
     if torch.compiler.is_compiling():
         raise BackendAdmissionError(
-            "A policy cache cannot be used inside torch.compile yet. Run the model eagerly: do not compile it, and "
-            "pass disable_compile=True to generate."
+            "A model cannot be exported with a policy cache, which chooses rows by numbers on the host. Export it with "
+            "transformers' own cache; torch.compile without fullgraph=True does run policy caches."
         )
     use_cache = arguments.get("use_cache")
     if (text_config(config).use_cache if use_cache is None else use_cache) is False:

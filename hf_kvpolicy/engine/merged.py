@@ -43,6 +43,10 @@ class _NewRows:
     keys_BHTD: Tensor
     values_BHTD: Tensor
 
+    def to(self, device: torch.device) -> _NewRows:
+        """Return them on another device."""
+        return _NewRows(keys_BHTD=self.keys_BHTD.to(device), values_BHTD=self.values_BHTD.to(device))
+
 
 class MergedStep(AppendStep):
     """Appends to layers by themselves, merges into the stores of pairs."""
@@ -65,9 +69,9 @@ class MergedStep(AppendStep):
             return keys_BHTD, values_BHTD
         old = self.snapshot.pairs[self._pair_of[layer]]
         if keys_BHTD.requires_grad or values_BHTD.requires_grad:
-            keys, values = old.restored(layer, width)
+            keys, values = (rows.to(keys_BHTD.device) for rows in old.restored(layer, width))
             return torch.cat([keys, keys_BHTD], dim=2), torch.cat([values, values_BHTD], dim=2)
-        keys, values = old.restored(layer, width, length)
+        keys, values = (rows.to(keys_BHTD.device) for rows in old.restored(layer, width, length))
         keys[:, :, width:], values[:, :, width:] = keys_BHTD, values_BHTD
         return keys, values
 
@@ -114,6 +118,8 @@ class MergedStep(AppendStep):
 
     def _take_in(self, index: int, lower: _NewRows, deeper: _NewRows) -> None:
         length, pairs = self.inputs.length, self.snapshot.pairs
+        # A pair lies where its deeper layer does.
+        lower = lower.to(deeper.keys_BHTD.device)
         pair = pairs[index] if pairs else None
         if pair is None:
             capacity = 0 if self.runtime.recording else growth_slots(length)

@@ -84,7 +84,7 @@ def held(before_BQWD: Tensor | None, new_BQTD: Tensor, window: QueryWindow) -> T
     if window.index_BW is None:
         return every[:, :, every.shape[2] - window.width :].clone()
     batch, heads, _, dim = every.shape
-    index = window.index_BW[:, None, :, None].expand(batch, heads, -1, dim)
+    index = window.index_BW.to(every.device)[:, None, :, None].expand(batch, heads, -1, dim)
     return every.gather(2, index)
 
 
@@ -93,7 +93,8 @@ def windowed(held_BQWD: Tensor, window: QueryWindow) -> Tensor:
     if window.index_BW is None:
         return held_BQWD[:, :, held_BQWD.shape[2] - window.width :]
     batch, heads, _, dim = held_BQWD.shape
-    return held_BQWD.gather(2, window.index_BW[:, None, :, None].expand(batch, heads, -1, dim))
+    index = window.index_BW.to(held_BQWD.device)[:, None, :, None].expand(batch, heads, -1, dim)
+    return held_BQWD.gather(2, index)
 
 
 def _choose(columns_BN: Tensor, real_BN: Tensor | None, keep: int) -> QueryWindow:

@@ -126,7 +126,8 @@ class Step(ABC):
         self._check_attention(backend, step, record, kwargs)
         output = None
         if backend is not None and module is not None:
-            output = run_stock(backend, module, query, step.keys, step.values, record.stock, **kwargs)[0]
+            mask = record.stock_on(query.device)
+            output = run_stock(backend, module, query, step.keys, step.values, mask, **kwargs)[0]
         self._layer_done()
         return output
 
@@ -295,7 +296,7 @@ class Step(ABC):
         kept = [keys for keys in pristine if keys is not None]
         if len({keys.device for keys in kept}) == 1:
             # All layers at once: one small rotation instead of one per layer.
-            return shift_keys(torch.stack(kept), shift).unbind(0)
+            return shift_keys(torch.stack(kept), shift.to(kept[0].device)).unbind(0)
         return [shift_keys(keys, shift.to(keys.device)) for keys in kept]
 
     def note_transient(self, extra_bytes: int) -> None:
@@ -326,7 +327,7 @@ class Step(ABC):
                 return self.attend_rows(backend, module, query, step, self.visibility(record), kwargs)
             # The view is exactly this forward's rows in order: the model's own backend and mask, bit for bit.
             # Columns, not rows: after a forward of pads alone nothing is held, but the stock mask counts them.
-            return run_stock(backend, module, query, keys, values, record.stock, **kwargs)[0]
+            return run_stock(backend, module, query, keys, values, record.stock_on(query.device), **kwargs)[0]
         return self.attend_history(backend, module, query, step, record, kwargs)
 
     def admit(self, backend: str) -> None:  # noqa: B027 - dense rows are read by every backend
@@ -338,7 +339,7 @@ class Step(ABC):
         """Attend over published and new rows. [B, T, Q, D]."""
         visibility = self.visibility(record)
         if self.carry is not None and self.inputs.length == 1:
-            return self.carry.attend_one(step.layer, query, step.keys, step.values, self._mask(step.layer, visibility))
+            return self.carry.attend_one(step.layer, query, step.keys, step.values, self._mask(step, visibility))
         return self.attend_rows(backend, module, query, step, visibility, kwargs)
 
     def attend_rows(
@@ -354,7 +355,7 @@ class Step(ABC):
         """Attend over the rectangle of rows that a layer's step carries, of this view or its own map. [B, T, Q, D]."""
         keys, values, tokens = step.keys, step.values, query.shape[2]
         if visibility.alibi is None or tokens == 1:
-            mask = self._mask(step.layer, visibility, view)
+            mask = self._mask(step, visibility, view)
             return attend_view(backend, module, query, keys, values, mask, kwargs)
         # A bias differs by head: that of all queries at once would be as large as their logits.
         view, columns = view or self.view_map(step.layer), self.query_columns()
@@ -367,10 +368,11 @@ class Step(ABC):
             parts.append(attend_view(backend, module, *shown, mask, kwargs))
         return torch.cat(parts, dim=1)
 
-    def _mask(self, layer: int, visibility: Visibility, view: RowMap | None = None) -> Tensor | None:
+    def _mask(self, step: LayerStep, visibility: Visibility, view: RowMap | None = None) -> Tensor | None:
         if visibility.is_plain and visibility.alibi is None and self.inputs.length == 1:
             return None
-        return visibility.for_queries(view or self.view_map(layer), self.query_columns())
+        mask = visibility.for_queries(view or self.view_map(step.layer), self.query_columns())
+        return None if mask is None else mask.to(step.keys.device)
 
     @staticmethod
     def _refuse_again(layer: int) -> None:

@@ -18,8 +18,8 @@ def mask_logits_(logits_BHGTN: Tensor, mask: Tensor) -> None:
         mask: bool [B or 1, M or 1, T, N], True where a query sees a row; or a bias [B or 1, Q, T or 1, N], -inf where
             it does not.
     """
-    part = logits_BHGTN[..., logits_BHGTN.shape[-1] - mask.shape[-1] :]
+    part, mask = logits_BHGTN[..., logits_BHGTN.shape[-1] - mask.shape[-1] :], mask.to(logits_BHGTN.device)
     if mask.dtype is torch.bool:
         part.masked_fill_(~mask.unsqueeze(2), float("-inf"))
     else:
-        part.add_(mask.view(mask.shape[0], *part.shape[1:3], *mask.shape[2:]).to(part.device))
+        part.add_(mask.view(mask.shape[0], *part.shape[1:3], *mask.shape[2:]))

@@ -111,7 +111,7 @@ def decode(
     at = [layer_devices[layer] for layer in sorted(set(producers))] or layer_devices
     rows = decode_rows(pool.take, pool.take_if_any, facts, at)
     width = 0 if tail is None else tail.width
-    ragged = tuple(_ragged(pool, i, fact, width, layer_devices[i]) for i, fact in enumerate(facts["ragged"]))
+    ragged = tuple(_ragged(pool, i, fact, width, layer_devices[i], device) for i, fact in enumerate(facts["ragged"]))
     segment = facts["open_segment"]
     snapshot = Snapshot(
         generations=Generations(**facts["generations"]),
@@ -232,12 +232,14 @@ def _ragged_tensors(name: str, stored: RaggedLayer, tail_width: int) -> Tensors:
     }
 
 
-def _ragged(pool: _Pool, layer: int, facts: Mapping[str, Any], tail_width: int, device: torch.device) -> RaggedLayer:
+def _ragged(
+    pool: _Pool, layer: int, facts: Mapping[str, Any], tail_width: int, device: torch.device, map_device: torch.device
+) -> RaggedLayer:
     """Rebuild a layer's flat slots: saved back to back, laid out with their slack again."""
     lengths, capacities, heads = facts["lengths"], facts["capacities"], facts["heads"]
     keys, values = pool.take(f"layer.{layer}.keys", device), pool.take(f"layer.{layer}.values", device)
-    columns, tokens = (pool.take(f"layer.{layer}.{part}", device) for part in ("columns", "tokens"))
-    states, spare = (pool.take_if_any(f"layer.{layer}.{part}", device) for part in ("states", "spare"))
+    columns, tokens = (pool.take(f"layer.{layer}.{part}", map_device) for part in ("columns", "tokens"))
+    states, spare = (pool.take_if_any(f"layer.{layer}.{part}", map_device) for part in ("states", "spare"))
     fits = len(lengths) == len(capacities) and all(
         n + tail_width <= room for n, room in zip(lengths, capacities, strict=True)
     )
@@ -264,7 +266,7 @@ def _ragged(pool: _Pool, layer: int, facts: Mapping[str, Any], tail_width: int, 
     table = RaggedMap(
         columns_P=columns,
         tokens_P=tokens,
-        lengths_O=torch.tensor(lengths, dtype=torch.int32, device=device),
+        lengths_O=torch.tensor(lengths, dtype=torch.int32, device=map_device),
         lengths=tuple(lengths),
         heads=heads,
         states_PX=states,

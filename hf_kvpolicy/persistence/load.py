@@ -25,6 +25,7 @@ from ..geometry import CacheGeometry
 from ..records import Identity
 from ..registry import model_patch, policy_class
 from ..storage import stored_tensors
+from ..weights import computing_device
 from .codec import decode
 from .files import FORMAT, FORMAT_VERSION, RECORD_FILE, TENSOR_FILE, described, file_sha256, model_dtype, scalar_name
 
@@ -54,7 +55,7 @@ def load_cache(directory: str | os.PathLike[str], model: torch.nn.Module) -> Pol
         stock = stock_layers(config, geometry.foreign_layers)
         foreign = [(layer, devices[i]) for layer, i in zip(stock, geometry.foreign_layers, strict=True)]
         with stored_tensors():
-            snapshot = decode(record["snapshot"], tensors, next(decoder.parameters()).device, layer_devices, foreign)
+            snapshot = decode(record["snapshot"], tensors, computing_device(decoder), layer_devices, foreign)
         state = {
             "highest": Generations(**record["highest_issued"]),
             "parent": None if record["parent"] is None else Generations(**record["parent"]),
@@ -171,10 +172,10 @@ def _check_manifest(cache: PolicyCache, record: dict[str, Any]) -> None:
 
 
 def _layer_devices(decoder: torch.nn.Module, layers: int) -> list[torch.device]:
-    """Return where each layer's own parameters lie; the decoder's first device where a layer cannot be told."""
-    devices = [next(decoder.parameters()).device] * layers
+    """Return where each layer computes; the decoder's first device where a layer cannot be told."""
+    devices = [computing_device(decoder)] * layers
     for module in decoder.modules():
-        layer, parameter = getattr(module, "layer_idx", None), next(module.parameters(), None)
-        if isinstance(layer, int) and 0 <= layer < layers and parameter is not None:
-            devices[layer] = parameter.device
+        layer = getattr(module, "layer_idx", None)
+        if isinstance(layer, int) and 0 <= layer < layers and next(module.parameters(), None) is not None:
+            devices[layer] = computing_device(module)
     return devices

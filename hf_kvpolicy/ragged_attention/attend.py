@@ -52,6 +52,9 @@ def attend_ragged(
         return attend_decode(query_BQTD, view, scaling=scaling)
     if chosen == "flash_varlen":
         return attend_flash_varlen(backend, query_BQTD, view, scaling=scaling, causal=causal and tokens > 1)
+    if masks is not None:
+        # Masks are made where the model's input lies, and layers may lie elsewhere.
+        masks = [None if mask is None else mask.to(query_BQTD.device) for mask in masks]
     if not masked:
         masks = _causal(view, tokens) if causal and tokens > 1 else None
     if chosen == "eager":

@@ -123,6 +123,7 @@ class DenseRows:
 
     def write_at(self, slot_B: Tensor, keys_BS1D: Tensor, values_BS1D: Tensor) -> None:
         """Write one row per batch row, each into a slot of its own (the same for all heads)."""
+        slot_B = slot_B.to(self.device)
         batch = torch.arange(slot_B.shape[0], device=slot_B.device)
         self.keys_BSCD[batch, :, slot_B] = keys_BS1D[:, :, 0]
         self.values_BSCD[batch, :, slot_B] = values_BS1D[:, :, 0]

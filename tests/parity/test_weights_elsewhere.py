@@ -37,6 +37,7 @@ def test_tokens_and_rows_are_those_of_a_model_that_is_present(
     assert torch.equal(generate(model, ids, cache, 8), generate(present, ids, wanted, 8))
     assert cache.statistics.rows_dropped > 0
     assert_same_content(cache, wanted, atol=0)
+    assert cache.manifest == wanted.manifest, "which checkpoint it is, is read from where the weights are kept"
     cache.check_integrity()
     kv.detach(model)
     stock = tiny()

@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers import (
     CACHE,
-    assert_same_content,
     dynamic_cache,
     forward,
     generate,
@@ -175,32 +174,3 @@ def test_wrong_mask_width(name: str, shape: tuple[int, int]) -> None:
     started = Started(name)
     with started.refuses(kv.ConfigError, r"must be \(2, 23\)"):
         forward(started.model, prompt(1, rows=2), started.cache, attention_mask=torch.ones(shape, dtype=torch.long))
-
-
-@pytest.mark.slow  # the compiler traces for half a minute
-@pytest.mark.parametrize("name", ["snapkv", "streaming_llm"])
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_compiled_model_is_exact_or_refused(name: str, fullgraph: bool) -> None:
-    """Graph breaks run our part eagerly, and then it is exact; one whole graph is refused by us or by the compiler."""
-    started = Started(name)
-    torch._dynamo.reset()
-    try:
-        compiled = torch.compile(started.model, backend="eager", fullgraph=fullgraph)
-        refusals = (kv.BackendAdmissionError, torch._dynamo.exc.TorchDynamoException)
-        try:
-            with torch.no_grad():
-                found = forward(compiled, started.ids[:, 22:23], started.cache)
-        except refusals:
-            started.goes_on()
-            return
-        assert not fullgraph
-        with torch.no_grad():
-            assert torch.equal(found, forward(started.model, started.ids[:, 22:23], started.calm))
-            for column in range(23, 27):
-                here = started.ids[:, column : column + 1]
-                left, right = forward(compiled, here, started.cache), forward(started.model, here, started.calm)
-                assert torch.equal(left, right)
-        assert_same_content(started.cache, started.calm, atol=0)
-        started.cache.check_integrity()
-    finally:
-        torch._dynamo.reset()

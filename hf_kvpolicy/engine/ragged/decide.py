@@ -173,7 +173,7 @@ class RaggedDecider(OwnerDecider):
         row: int,
         head: int,
     ) -> Tensor:
-        """Return one owner's votes per query head, [G, n]."""
+        """Return one owner's votes per query head, [G, n], where its map lies: rows may lie elsewhere."""
         queries = shown = None
         if queries_BQWD is not None and seen is not None:
             queries, shown = (
@@ -188,18 +188,19 @@ class RaggedDecider(OwnerDecider):
             queries_BQWD=queries,
             observed_BW=None,
             keys_BHND=keys_nD[None, None],
-            tokens_BMN=table.tokens_BMW,
+            tokens_BMN=table.tokens_BMW.to(keys_nD.device),
             visibility=shown,
             scaling=1.0 if seen is None else seen.scaling,
             weighting=PLAIN if seen is None else seen.weighting.of_owners([head], self._heads),
             first_head=head,
         )
         group = 1 if queries is None else queries.shape[1]
-        return evidence_once(
+        votes_GN = evidence_once(
             self._policy.evidence,
             ("owner votes", layer, row, head, group, self._policy.group),
             lambda: self._policy.evidence.votes(observation, group=self._policy.group, score_heads=group)[0],
         )
+        return votes_GN.to(table.device)
 
     def _refined(self, votes_n: Tensor) -> Tensor:
         """Return pooled scores; the window's votes neither compete nor spread (see `Decider`)."""

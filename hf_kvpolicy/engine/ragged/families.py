@@ -158,11 +158,11 @@ class FamilyDecider(OwnerDecider):
         for number, table in enumerate(candidates.maps()):
             row, head = divmod(number, self._heads)
             evidence = self._evidence(row)
-            state_nX = torch.zeros(table.width, evidence.channels, device=table.tokens_BMW.device)
+            keys_nD, values_nD = candidates.rows(number)
+            state_nX = torch.zeros(table.width, evidence.channels, device=keys_nD.device)
             if carried is not None:
-                state_nX[: base.lengths[number], :2] = carried[number]
+                state_nX[: base.lengths[number], :2] = carried[number].to(state_nX.device)
             if seen is not None and queries_BQWD is not None and seen.count(row):
-                keys_nD, values_nD = candidates.rows(number)
                 queries = self._queries(layer, row, head, table, keys_nD, queries_BQWD, seen)
                 self.workspace_bytes = max(
                     self.workspace_bytes, workspace_bytes(evidence, queries.queries_BQTD, table.width)
@@ -175,7 +175,7 @@ class FamilyDecider(OwnerDecider):
                     )
                     seen.place(output_BTQD, attended, row, head, self._heads)
                 self._finite.append(torch.isfinite(state_nX).all())
-            states.append(state_nX)
+            states.append(state_nX.to(table.device))
         return states
 
     def _open_profiles(self, seen: OwnerQueries) -> None:

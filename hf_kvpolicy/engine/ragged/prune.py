@@ -236,7 +236,8 @@ class PruningStep(SharedSets, RaggedSelection):
             votes = policy.evidence.votes(observation, group=policy.group, score_heads=1)[0, 0]
             total = votes if total is None else total + votes
         assert total is not None
-        return total
+        # Rows may lie elsewhere than their map, where the choice is made.
+        return total.to(table.device)
 
     # -- pass on ------------------------------------------------------------------------------------------------------
 
