@@ -1,5 +1,7 @@
 """The canary: one needle in a short text, asked with the full cache before the first cell of a run.
 
+A checkpoint that was trained for a policy has no full cache: that policy is asked instead, and the record names it.
+
 A model that does not answer is a finding: the run goes on, and its record and its report say what its scores are worth.
 Logits that are no numbers, or a cache without rows, are faults of what runs the model, and end the run.
 """
@@ -49,7 +51,7 @@ def run_canary(
     Args:
         loaded: model and tokenizer.
         encoder: makes the prompt.
-        build_cache: builds the full cache.
+        build_cache: builds the full cache, or that of the policy the checkpoint was trained for.
         share: whether the prompt is run as the cells' shared ones are.
 
     `answered` is None where the prompt could not be run, with the reason; the cells fail in the same way, and say so.
@@ -61,8 +63,9 @@ def run_canary(
     encoded = encoder.encode(_EXAMPLE)
     check_prompt_ids(loaded.tokenizer, _EXAMPLE, encoded)
     tokens = len(encoded.token_ids)
-    found = {"prompt_tokens": tokens, "prompt_sha256": encoded.sha256, "expected": _CODE}
-    cell = Cell(task="canary", length_tokens=tokens, policy="full", budget=None, max_new_tokens=_NEW_TOKENS)
+    policy = loaded.trained_policy or "full"
+    found = {"policy": policy, "prompt_tokens": tokens, "prompt_sha256": encoded.sha256, "expected": _CODE}
+    cell = Cell(task="canary", length_tokens=tokens, policy=policy, budget=None, max_new_tokens=_NEW_TOKENS)
     try:
         dense = DensePrompts(loaded.model, share=share)
         cache = build_cache(cell)
@@ -96,8 +99,11 @@ def canary_warning(canary: Mapping[str, Any]) -> str | None:
 def _told(canary: Mapping[str, Any]) -> str:
     if canary["answered"] is None:
         return f"Canary: a prompt of {canary['prompt_tokens']} tokens cannot be run: {canary['reason']}."
+    # Records of before checkpoints were asked with their own policy name none.
+    policy = canary.get("policy", "full")
+    who = "the full cache" if policy == "full" else f"{policy}, which the checkpoint was trained for,"
     return (
-        f"Canary: asked for {canary['expected']}, hidden in {canary['prompt_tokens']} tokens, the full cache answers "
+        f"Canary: asked for {canary['expected']}, hidden in {canary['prompt_tokens']} tokens, {who} answers "
         f"{canary['output_text'].strip()!r}: {'right' if canary['answered'] else 'wrong'}."
     )
 
@@ -110,7 +116,7 @@ def _check_is_sound(trial: Trial) -> None:
     """
     if trial.cache.prompt_rows_min < 1:
         raise IntegrityError(
-            "The canary left a full cache with a layer or head without rows: the model does not write into the cache "
+            "The canary left a cache with a layer or head without rows: the model does not write into the cache "
             "it is given. Nothing was run; check that the model's attention goes through the library."
         )
     if not math.isfinite(trial.quality.answer_nll):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from ..contract.canonical import sha256_of
 from .sweep import NO_CONTEXT, BudgetValue, PolicySpec, SweepConfig, TaskSpec
 from .tasks.base import ExampleRequest
 
-__all__ = ["Cell", "TaskPoint", "cells_at", "same_rows", "task_points"]
+__all__ = ["Cell", "TaskPoint", "cells_at", "same_rows", "settings_of", "task_points"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,11 @@ class Cell:
         """The cell that this one is matched to; itself where it is matched to none."""
         return self if self.matched_to is None else replace(self, **self.matched_to, matched_to=None)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether this is the full cache that others are measured by; one with options (rows in few bits) is not."""
+        return self.policy == "full" and not self.options
+
     def coordinates(self) -> dict[str, Any]:
         """The cell as plain JSON."""
         found = {**asdict(self), "options": dict(self.options)}
@@ -82,6 +88,23 @@ def same_rows(one: Cell, other: Cell) -> bool:
         for cell in (one, other)
     ]
     return asked[0] == asked[1]
+
+
+def settings_of(cells: Iterable[Cell]) -> Callable[[Cell], str]:
+    """What tells cells of one task, length and label apart, as the end of a title: nothing that pools them is a result.
+
+    Whether the question was unseen, and the length of answers where a task was run with several.
+    """
+    answers: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for cell in cells:
+        answers[cell.task, cell.length_tokens].add(cell.max_new_tokens)
+
+    def setting(cell: Cell) -> str:
+        several = len(answers[cell.task, cell.length_tokens]) > 1
+        answer = f", answers of {cell.max_new_tokens} tokens" if several else ""
+        return f"{'' if cell.query_aware else ', question unseen'}{answer}"
+
+    return setting
 
 
 def task_points(config: SweepConfig) -> Iterator[TaskPoint]:

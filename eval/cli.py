@@ -120,7 +120,7 @@ def run_or_list(config: SweepConfig, out: Path, how: Execution = EVERYTHING, *, 
 
 @contextmanager
 def errors_as_exit_codes() -> Iterator[None]:
-    """Turn what the library refuses into one line and status 2, and an interrupt into status 130.
+    """Turn what the library or the system refuses into one line and status 2, and an interrupt into status 130.
 
     Imports happen inside, so that a missing optional package is one line too.
     """
@@ -128,6 +128,15 @@ def errors_as_exit_codes() -> Iterator[None]:
         yield
     except KVPolicyError as error:
         typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    except BrokenPipeError:
+        raise  # who reads the output has seen enough
+    except OSError as error:
+        typer.echo(
+            f"error: {error}. Check that the place exists, may be written and has room. Rows written before are kept; "
+            "the same command with the same --out continues.",
+            err=True,
+        )
         raise typer.Exit(2) from error
     except KeyboardInterrupt:
         typer.echo("interrupted; the same command with the same --out continues", err=True)

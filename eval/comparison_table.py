@@ -71,8 +71,8 @@ def _point(result: Result) -> tuple[str, int]:
 def _with_baselines(results: Sequence[Result]) -> Iterator[tuple[Result, Result]]:
     for ours, theirs in itertools.product(results, repeat=2):
         mine, other = ours.summary.cell, theirs.summary.cell
-        same_budget = other.policy == "full" or same_rows(mine, other)
-        is_baseline = other.policy in BASELINES and mine.policy != other.policy and mine.policy != "full"
+        same_budget = other.is_full or (other.policy != "full" and same_rows(mine, other))
+        is_baseline = other.policy in BASELINES and not mine.is_full and (other.is_full or mine.policy != other.policy)
         if is_baseline and same_budget and _point(ours) == _point(theirs) and ours.source == theirs.source:
             yield ours, theirs
 

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 from ..replay import CapturedPrompt, can_replay, capture_prompt, replay_prompt
 from . import generation
 from .generation import Prefilled
+from .model_loading import trained_policy
 from .prompting import EncodedPrompt
 
 __all__ = ["DensePrompts"]
@@ -49,8 +50,13 @@ class DensePrompts:
             selection_s=replay_s,
         )
 
-    def full_log_probs(self, encoded: EncodedPrompt) -> torch.Tensor:
-        """Natural log-probabilities [T, V] along the gold answer under the model's own, uncompressed cache."""
+    def full_log_probs(self, encoded: EncodedPrompt) -> torch.Tensor | None:
+        """Natural log-probabilities [T, V] along the gold answer under the model's own, uncompressed cache.
+
+        None for a checkpoint that was trained for other rows: an uncompressed cache reads its keys wrongly.
+        """
+        if trained_policy(self._model) is not None:
+            return None
         if encoded not in self._full:
             cache = DynamicCache(config=self._model.config)
             prefilled = self._full_prefill(encoded, cache)

@@ -87,17 +87,18 @@ def _run_here(config: SweepConfig, out: Path, how: Execution, say: Callable[[str
         directory = RunDirectory(out, rank=part[0] - 1, follows=not processes.leads)
         if not processes.leads:
             processes.wait()
-        worker = SweepWorker(
-            config,
-            loaded,
-            directory,
-            EngineBuilder(loaded.model, loaded.tokenizer),
-            allow_mixed=how.allow_mixed,
-            jobs=processes.local_size,
-        )
-        if processes.leads:
-            processes.wait()
-        outcome = run_part(worker, limit=how.limit, part=part, say=say if processes.leads else lambda line: None)
+        with directory.claimed():
+            worker = SweepWorker(
+                config,
+                loaded,
+                directory,
+                EngineBuilder(loaded.model, loaded.tokenizer),
+                allow_mixed=how.allow_mixed,
+                jobs=processes.local_size,
+            )
+            if processes.leads:
+                processes.wait()
+            outcome = run_part(worker, limit=how.limit, part=part, say=say if processes.leads else lambda line: None)
         say(f"{f'process {part[0]} of {part[1]}: ' if processes.size > 1 else ''}{outcome}: {out}")
         failed = processes.total(outcome.failed)
         if not processes.leads:

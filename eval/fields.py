@@ -14,13 +14,17 @@ from ..errors import ConfigError, did_you_mean
 __all__ = [
     "boolean",
     "check_keys",
+    "distinct",
     "integer",
     "integers",
     "items",
+    "mapping",
     "parse_override",
+    "parse_value",
     "read_yaml_mapping",
     "set_dotted",
     "shipped_config",
+    "text",
 ]
 
 
@@ -28,11 +32,15 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
     """Read a YAML file whose top level is a mapping.
 
     Raises:
-        ConfigError: no such file, not YAML, or not a mapping.
+        ConfigError: no such file, not YAML in UTF-8, or not a mapping.
     """
     if not path.is_file():
         raise ConfigError(f"There is no sweep file {str(path)!r}. Give the path of a YAML file.")
-    return _mapping_of(path.read_text(encoding="utf-8"), str(path))
+    try:
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: {error}. Save it as UTF-8.") from error
+    return _mapping_of(content, str(path))
 
 
 def shipped_config(name: str) -> dict[str, Any] | None:
@@ -45,10 +53,7 @@ def shipped_config(name: str) -> dict[str, Any] | None:
 
 
 def _mapping_of(text: str, where: str) -> dict[str, Any]:
-    try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where} is not valid YAML: {error}") from error
+    document = parse_value(text, where=where)
     if not isinstance(document, dict):
         raise ConfigError(f"{where} must hold a mapping; it holds a {type(document).__name__}.")
     return document
@@ -58,12 +63,24 @@ def parse_override(text: str) -> tuple[str, Any]:
     """Read one `--set` argument, `a.b=c`; the value is YAML.
 
     Raises:
-        ConfigError: there is no `=`.
+        ConfigError: there is no `=`, or what follows it is not YAML.
     """
     dotted, separator, value = text.partition("=")
     if not separator or not dotted:
         raise ConfigError(f"--set {text!r} has no '='. Write it as a.b=value, for example tasks.0.num_examples=5.")
-    return dotted, yaml.safe_load(value)
+    return dotted, parse_value(value, where=f"--set {text!r}")
+
+
+def parse_value(text: str, *, where: str) -> Any:
+    """Read YAML.
+
+    Raises:
+        ConfigError: it is not YAML.
+    """
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is not valid YAML: {error}") from error
 
 
 def set_dotted(document: dict[str, Any], dotted: str, value: Any) -> None:
@@ -116,6 +133,29 @@ def items(document: Mapping[str, Any], key: str) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise ConfigError(f"{key} must be a list with at least one entry; got {value!r}.")
     return value
+
+
+def mapping(value: Any, *, where: str) -> dict[str, Any]:
+    """A mapping whose keys are names."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ConfigError(f"{where} must be a mapping from names to values; got {value!r}.")
+    return dict(value)
+
+
+def text(value: Any, *, where: str) -> str:
+    """A text that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{where} must be a name; got {value!r}.")
+    return value
+
+
+def distinct(values: Iterable[Any], *, where: str) -> None:
+    """Refuse values that name one thing twice: it would be run, or counted, twice."""
+    found: list[Any] = []
+    for value in values:
+        if any(value == other and type(value) is type(other) for other in found):
+            raise ConfigError(f"{where} names {value!r} twice. Leave one of them out.")
+        found.append(value)
 
 
 def integer(value: Any, *, where: str, minimum: int) -> int:

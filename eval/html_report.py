@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..contract.canonical import sha256_of
 from .canary import canary_note
+from .cells import settings_of
 from .extras import require
 from .figures import (
     MAP_COLOURS,
@@ -102,18 +103,19 @@ def report_html(run: Mapping[str, Any], results: Sequence[Result]) -> str:
 
 
 def heat_maps(summaries: Iterable[CellSummary]) -> list[HeatMaps]:
-    """By task and whether the question was seen; only where needles lie at two depths or more."""
-    groups: dict[tuple[str, bool], dict[str, list[CellSummary]]] = {}
-    for summary in summaries:
+    """By task and how it was asked; only where needles lie at two depths or more."""
+    every = list(summaries)
+    setting = settings_of(summary.cell for summary in every)
+    groups: dict[str, dict[str, list[CellSummary]]] = {}
+    for summary in every:
         cell = summary.cell
         if summary.measured is not None and summary.measured.depths:
-            groups.setdefault((cell.task, cell.query_aware), {}).setdefault(cell.label, []).append(summary)
+            groups.setdefault(f"{cell.task}{setting(cell)}", {}).setdefault(cell.label, []).append(summary)
     found = []
-    for (task, query_aware), by_label in groups.items():
+    for title, by_label in groups.items():
         maps = [HeatMap(label=label, cells=_mean_scores(members)) for label, members in by_label.items()]
         depths = sorted({depth for entry in maps for depth, _ in entry.cells})
         lengths = sorted({length for entry in maps for _, length in entry.cells})
-        title = task if query_aware else f"{task}, question unseen"
         if len(depths) > 1:
             found.append(HeatMaps(title=title, depths=depths, lengths=lengths, maps=maps))
     return found

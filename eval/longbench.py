@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import ConfigError, did_you_mean
-from .cells import Cell
+from .cells import Cell, settings_of
 from .cli import errors_as_exit_codes
 from .quick import (
     AgnosticOption,
@@ -86,10 +86,10 @@ def published_scores(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
     A task of LongBench-E has one score for each length bucket that holds examples. A cell with a failed row has none.
     """
     scores: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
-    failed = set()
-    for row in rows:
-        cell = Cell(**row.cell)
-        run = f"{cell.label}, {cell.length_tokens} tokens{'' if cell.query_aware else ', query-agnostic'}"
+    failed, found = set(), [(row, Cell(**row.cell)) for row in rows]
+    setting = settings_of(cell for _, cell in found)
+    for row, cell in found:
+        run = f"{cell.label}, {cell.length_tokens} tokens{setting(cell)}"
         bucket = str(row.example.get("length_bucket", ""))
         if row.quality is None:
             failed.add((run, cell.task))

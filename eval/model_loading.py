@@ -9,12 +9,22 @@ from typing import Any
 
 import torch
 
+from ..contract.replacement import declared_training
 from ..errors import ConfigError, KVPolicyError, did_you_mean
+from ..geometry import text_config
 
-__all__ = ["SMOLLM2_NAME", "LoadedModel", "load_for_command", "load_model", "smollm2_directory"]
+__all__ = [
+    "DTYPES",
+    "SMOLLM2_NAME",
+    "LoadedModel",
+    "load_for_command",
+    "load_model",
+    "smollm2_directory",
+    "trained_policy",
+]
 
 SMOLLM2_NAME = "smollm2-135m-instruct"
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +35,21 @@ class LoadedModel:
     source: str
     model: Any
     tokenizer: Any
+
+    @property
+    def trained_policy(self) -> str | None:
+        """As `trained_policy` of its model."""
+        return trained_policy(self.model)
+
+
+def trained_policy(model: Any) -> str | None:
+    """The policy that a checkpoint was trained for, whose rows no other one may read; None for an ordinary checkpoint.
+
+    Raises:
+        CheckpointAdmissionError: the config declares a training that this library does not know.
+    """
+    declared = declared_training(text_config(model.config))
+    return None if declared is None else str(declared[1]["kind"])
 
 
 def smollm2_directory() -> Path:
@@ -45,8 +70,8 @@ def load_model(name_or_path: str, dtype: str = "auto", device: str = "cpu") -> L
     Raises:
         ConfigError: unknown dtype, or the SmolLM2 folder does not exist yet.
     """
-    if dtype not in _DTYPES:
-        raise ConfigError(f"Model dtype {dtype!r} is not one of {', '.join(_DTYPES)}.{did_you_mean(dtype, _DTYPES)}")
+    if dtype not in DTYPES:
+        raise ConfigError(f"Model dtype {dtype!r} is not one of {', '.join(DTYPES)}.{did_you_mean(dtype, DTYPES)}")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = _resolve(name_or_path)

@@ -76,14 +76,16 @@ def niah(
 
 
 def _print_maps(directory: RunDirectory) -> None:
-    """Mean scores: a line a depth, a column a length."""
-    from .cells import Cell
+    """Mean scores: a line a depth, a column a length; one map for all rows that were asked alike."""
+    from .cells import Cell, settings_of
 
     maps: dict[str, dict[tuple[float, int], list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in directory.rows():
-        if row.quality is not None:
-            cell = Cell(**row.cell)
-            maps[cell.label][float(row.example["depth_ratio"]), cell.length_tokens].append(row.quality.score)
+    found = [(row, Cell(**row.cell)) for row in directory.rows() if row.quality is not None]
+    setting, several = settings_of(cell for _, cell in found), len({cell.task for _, cell in found}) > 1
+    for row, cell in found:
+        place = float(row.example["depth_ratio"]), cell.length_tokens
+        title = f"{f'{cell.task}, ' if several else ''}{cell.label}{setting(cell)}"
+        maps[title][place].append(row.quality.score if row.quality else 0.0)
     for label, scores in maps.items():
         lengths = sorted({length for _, length in scores})
         typer.echo(f"\n{label}\n  depth" + "".join(f"{length:>8}" for length in lengths))

@@ -46,6 +46,9 @@ class PackedRun:
                 f"{self.path} is no packed run of schema version {SCHEMA_VERSION}. Give a file that "
                 "`kvpolicy eval pack` wrote with this version."
             )
+        missing = [key for key in ("run", "cells", "examples") if key not in document]
+        if missing:
+            raise IntegrityError(f"{self.path} is damaged: it holds no {missing[0]!r}. Pack the run's folder again.")
         return document
 
 

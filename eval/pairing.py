@@ -42,7 +42,7 @@ def pairs(summaries: Iterable[CellSummary]) -> list[Pair]:
 def _baseline_of(ours: CellSummary, name: str, cells: Iterable[CellSummary]) -> CellSummary | None:
     """The cell of that policy at the same point, unless it is the same policy: one that is matched before others."""
     cell = ours.cell
-    if cell.policy == name:
+    if cell.policy == name and (name != "full" or cell.is_full):
         return None
     point = ("task", "length_tokens", "max_new_tokens", "query_aware")
     there = [
@@ -50,8 +50,7 @@ def _baseline_of(ours: CellSummary, name: str, cells: Iterable[CellSummary]) -> 
         for other in cells
         if other.cell.policy == name and all(getattr(other.cell, key) == getattr(cell, key) for key in point)
     ]
-    if name != "full":
-        there = [other for other in there if same_rows(cell, other.cell)]
+    there = [other for other in there if (other.cell.is_full if name == "full" else same_rows(cell, other.cell))]
     return min(there, key=lambda other: other.cell.matched_to is None, default=None)
 
 

@@ -75,11 +75,15 @@ def perplexity(
 
 def _print_perplexities(directory: RunDirectory) -> None:
     """Every token weighs alike."""
+    from .cells import settings_of
     from .summary import summarise
 
-    for summary in summarise(directory.rows()):
-        found = "failed" if summary.measured is None else f"{summary.measured.perplexity:.2f}"
-        typer.echo(f"{summary.cell.task} {summary.cell.length_tokens} tokens, {summary.cell.label}: perplexity {found}")
+    summaries = summarise(directory.rows())
+    setting = settings_of(summary.cell for summary in summaries)
+    for summary in summaries:
+        found = summary.status if summary.measured is None else f"{summary.measured.perplexity:.2f}"
+        where = f"{summary.cell.task} {summary.cell.length_tokens} tokens{setting(summary.cell)}"
+        typer.echo(f"{where}, {summary.cell.label}: perplexity {found}")
 
 
 if __name__ == "__main__":

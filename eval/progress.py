@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-__all__ = ["Progress"]
+__all__ = ["Listener", "Progress"]
+
+
+class Listener(Protocol):
+    """Hears of every new row of an example."""
+
+    def scored(self, label: str, score: float) -> None:
+        """A cell answered."""
+        ...
+
+    def failed(self, label: str, reason: str) -> None:
+        """A cell failed, and is not run again."""
+        ...
 
 
 class Progress:

@@ -137,6 +137,9 @@ class PromptEncoder:
             example: what is asked.
             query_aware: whether context and question are fed as one segment; else a cache selects before it has seen
                 the question. Earlier turns are segments of their own either way.
+
+        Raises:
+            ConfigError: the chat template changes a text that a segment ends with.
         """
         prompt_text = self.text(example)
         templated = self.uses_chat_template and example.chat_template
@@ -174,14 +177,21 @@ class PromptEncoder:
         """Token counts at which a cache is given time to select; the last is the whole prompt."""
         cuts = []
         search_from = 0
-        for turn in example.earlier_turns:
-            # A template may trim or wrap what it is given, so the text is looked for rather than counted.
-            search_from = prompt_text.index(turn.assistant.strip(), search_from) + len(turn.assistant.strip())
-            cuts.append(search_from)
         tail = example.question.strip()
-        if not query_aware and tail and example.context:
-            # The prefix of the answer may repeat the question.
-            cuts.append(prompt_text.rindex(tail, 0, len(prompt_text) - len(example.answer_prefix)))
+        try:
+            for turn in example.earlier_turns:
+                # A template may trim or wrap what it is given, so the text is looked for rather than counted.
+                search_from = prompt_text.index(turn.assistant.strip(), search_from) + len(turn.assistant.strip())
+                cuts.append(search_from)
+            if not query_aware and tail and example.context:
+                # The prefix of the answer may repeat the question.
+                cuts.append(prompt_text.rindex(tail, 0, len(prompt_text) - len(example.answer_prefix)))
+        except ValueError as error:
+            raise ConfigError(
+                f"The chat template changes what it is given, so that example {example.example_id} cannot be fed in "
+                "segments. Give query_aware: true and tasks without earlier turns, or a tokenizer with another "
+                "template."
+            ) from error
         ends = [self._tokens_before(prompt_text, prompt, cut) for cut in cuts]
         return (*sorted({end for end in ends if 0 < end < len(prompt)}), len(prompt))
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 from . import fields
 from .cli import default_folder, run_or_list
@@ -81,7 +80,7 @@ class QuickRun:
             "model": {"name": self.model, "dtype": self.dtype, "device": self.device},
             "tasks": [dict(task) for task in tasks],
             "policies": [{"name": policy} for policy in self.policies],
-            "budgets": [yaml.safe_load(budget) for budget in self.budgets],
+            "budgets": [fields.parse_value(budget, where=f"--budget {budget!r}") for budget in self.budgets],
             "query_aware": not self.query_agnostic,
             "include_random": self.include_random,
         }

@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, KVPolicyError
 from . import cells
-from .canary import canary_warning
 from .engine import EngineBuilder
 from .execution import Execution
 from .extras import require
@@ -65,18 +65,21 @@ class RayWorker:
     def __init__(self, document: Mapping[str, Any], out: str, rank: int) -> None:
         """Args: the sweep's mapping, the shared folder, and this worker's number in it."""
         self._config, self._out, self._rank = parse_sweep(document), Path(out), rank
+        # Given up when the actor ends.
+        self._claim = ExitStack()
 
     def load(self) -> None:
         """Load the model. Raises ConfigError where this machine has none of that name."""
         model = self._config.model
         self._loaded = load_for_command(model.name, model.dtype, model.device)
 
-    def begin(self, follows: bool, allow_mixed: bool) -> str | None:
-        """Begin or continue the folder, and return what the canary warns of. Raises ConfigError where it is refused."""
+    def begin(self, follows: bool, allow_mixed: bool) -> list[str]:
+        """Begin or continue the folder, and return what is to be warned of. Raises ConfigError where it is refused."""
         directory = RunDirectory(self._out, rank=self._rank, follows=follows)
         build = EngineBuilder(self._loaded.model, self._loaded.tokenizer)
+        self._claim.enter_context(directory.claimed())
         self._worker = SweepWorker(self._config, self._loaded, directory, build, allow_mixed=allow_mixed)
-        return canary_warning(self._worker.canary)
+        return self._worker.warnings()
 
     def run(self, point: int, number: int, read_again: bool) -> Report:
         """Run one example; `read_again` where another worker may have written some of its rows."""
@@ -127,8 +130,7 @@ class _Crew:
         self.workers: list[Any] = [actor.remote(config.document, str(out), rank) for rank in range(count)]
 
     def run(self, say: Callable[[str], None]) -> RunOutcome:
-        warning = self._begin()
-        if warning:
+        for warning in self._begin():
             say(f"warning: {warning}")
         todo = deque(self._jobs())
         outcome, progress = RunOutcome(), Progress(say, [len(todo)])
@@ -165,15 +167,15 @@ class _Crew:
         if self._running:
             self._ray.wait(list(self._running), num_returns=len(self._running), timeout=_SECONDS_TO_END)
 
-    def _begin(self) -> str | None:
+    def _begin(self) -> list[str]:
         """All load at once; the first begins the folder before the others look at it, and what warns it is returned."""
         for loading in [worker.load.remote() for worker in self.workers]:
             self._result(loading)
         first, others = self.workers[0], self.workers[1:]
-        warning: str | None = self._result(first.begin.remote(False, self._how.allow_mixed))
+        warnings: list[str] = self._result(first.begin.remote(False, self._how.allow_mixed))
         for beginning in [worker.begin.remote(True, self._how.allow_mixed) for worker in others]:
             self._result(beginning)
-        return warning
+        return warnings
 
     def _jobs(self) -> Iterator[_Job]:
         for index, point in enumerate(self._points):

@@ -18,8 +18,8 @@ SCHEMA_VERSION = 2
 class QualityRecord:
     """What the model said. `answer_nll` is nats per gold token, fed one token at a time.
 
-    `kl_to_full_nats` and `top1_agreement_ratio` compare with the full cache along the gold answer; None in records made
-    before they were measured.
+    `kl_to_full_nats` and `top1_agreement_ratio` compare with the full cache along the gold answer; None where there is
+    none to compare with, and in records made before they were measured.
     """
 
     score: float
@@ -108,7 +108,7 @@ class Row:
         """Rebuild a row from a parsed line and its cell.
 
         Raises:
-            IntegrityError: the line was written by another schema version.
+            IntegrityError: the line was written by another schema version, or is no record.
         """
         if values.get("schema_version") != SCHEMA_VERSION:
             raise IntegrityError(
@@ -116,5 +116,10 @@ class Row:
                 f"{SCHEMA_VERSION}. Run the sweep again into a new folder."
             )
         parts = {"quality": QualityRecord, "cache": CacheRecord, "timing": TimingRecord}
-        nested = {name: part(**values[name]) for name, part in parts.items() if values[name] is not None}
-        return cls(**{**values, **nested})
+        try:
+            nested = {name: part(**values[name]) for name, part in parts.items() if values[name] is not None}
+            return cls(**{**values, **nested})
+        except (TypeError, KeyError) as error:
+            raise IntegrityError(
+                f"A record does not have the fields of schema version {SCHEMA_VERSION}: {error}."
+            ) from error

@@ -23,6 +23,8 @@ from .summary import CellSummary
 
 __all__ = ["FILES", "markdown_table", "report_markdown", "write_report"]
 
+_AS_TEXT = str.maketrans({"&": "&amp;", "<": "&lt;", "|": "&#124;"})
+
 FILES = ("report.md", "report.html", "report.csv", "report.png")
 
 
@@ -58,7 +60,7 @@ def report_markdown(run: Mapping[str, Any], results: Sequence[Result], image: Pa
     if overview.rows:
         lines += ["", "## All task points", "", OVERVIEW_NOTE, "", *markdown_table(overview)]
     for title, group in tables(result.summary for result in results):
-        lines += ["", f"## {title}", "", *markdown_table(cell_table(group))]
+        lines += ["", f"## {_markdown_text(title)}", "", *markdown_table(cell_table(group))]
         for heading, table in (("Paired differences", paired_table(group)), ("By depth", depth_table(group))):
             lines += ["", f"### {heading}", "", *markdown_table(table)] if table.rows else []
     lines += ["", "## Outcomes", "", "Every cell; one without a result carries no score and enters no mean.", ""]
@@ -75,7 +77,13 @@ def markdown_table(table: Table) -> list[str]:
 
 
 def _markdown_row(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
+    return "| " + " | ".join(_markdown_text(cell) for cell in cells) + " |"
+
+
+def _markdown_text(text: str) -> str:
+    """One line that is read as it stands: labels, reasons and answers hold whatever a sweep, error or model says."""
+    # The pipe by its number: where a backslash stands before it, another one would end the cell.
+    return " ".join(text.translate(_AS_TEXT).replace("](", "]&#40;").split())
 
 
 def _header(run: Mapping[str, Any]) -> list[str]:
@@ -88,7 +96,7 @@ def _header(run: Mapping[str, Any]) -> list[str]:
     ]
     for name, provenance in run["tasks"].items():
         lines.append(f"{name}: " + ", ".join(f"{key} {value}" for key, value in provenance.items()) + ".")
-    return [line for text in lines for line in (text, "")]
+    return [line for text in lines for line in (_markdown_text(text), "")]
 
 
 def _place(environment: Mapping[str, Any]) -> str:

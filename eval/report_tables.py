@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from .cells import settings_of
 from .outcomes import Outcome
 from .pairing import BASELINES, pairs
 from .results import Result
@@ -66,26 +67,36 @@ class Table:
 
 
 def tables(summaries: Iterable[CellSummary]) -> list[tuple[str, list[CellSummary]]]:
-    """Summaries by task, length and whether the question was seen, each with a title that carries its warnings."""
+    """Summaries by what all policies were asked alike, each group with a title that carries its warnings.
 
-    def point(summary: CellSummary) -> tuple[str, int, bool]:
-        return summary.cell.task, summary.cell.length_tokens, not summary.cell.query_aware
+    That is task, length, whether the question was seen and how long an answer may be.
+    """
 
-    found = []
-    for (task, length, is_unseen), members in groupby(sorted(summaries, key=point), key=point):
+    def point(summary: CellSummary) -> tuple[str, int, bool, int]:
+        cell = summary.cell
+        return cell.task, cell.length_tokens, not cell.query_aware, cell.max_new_tokens
+
+    every, found = list(summaries), []
+    setting = settings_of(summary.cell for summary in every)
+    for (task, length, _, _), members in groupby(sorted(every, key=point), key=point):
         group = list(members)
-        title = f"{task}, {length} tokens{', question unseen' if is_unseen else ''}"
+        title = f"{task}, {length} tokens{setting(group[0].cell)}"
         if not any(summary.interpretable for summary in group):
-            is_floor_known = group[0].floor_score is not None
-            why = "is hardly better than no context" if is_floor_known else "does not solve this task"
-            title += f" (not interpretable: the full cache {why})"
+            title += f" (not interpretable: {_why_not_interpretable(group)})"
         found.append((title, group))
     return found
 
 
+def _why_not_interpretable(group: Sequence[CellSummary]) -> str:
+    if any(summary.cell.is_full and summary.outcome is Outcome.CHECKPOINT_INCOMPATIBLE for summary in group):
+        return "the checkpoint takes no full cache"
+    is_floor_known = group[0].floor_score is not None
+    return f"the full cache {'is hardly better than no context' if is_floor_known else 'does not solve this task'}"
+
+
 def full_of(group: Iterable[CellSummary]) -> Measured | None:
     """What the full cache measured at one task point, if it ran there."""
-    return next((summary.measured for summary in group if summary.cell.policy == "full"), None)
+    return next((summary.measured for summary in group if summary.cell.is_full), None)
 
 
 def refusal_of(group: Sequence[CellSummary]) -> str | None:

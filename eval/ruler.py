@@ -83,13 +83,17 @@ def _point(task: str, haystack: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _print_means(directory: RunDirectory) -> None:
-    """RULER's number: the mean over tasks of their scores, in percent."""
+    """RULER's number: the mean over tasks of their scores, in percent; of those alone that were asked alike."""
+    from .cells import settings_of
     from .summary import summarise
 
+    summaries = summarise(directory.rows())
+    setting = settings_of(summary.cell for summary in summaries)
     scores: dict[tuple[int, str], list[float]] = defaultdict(list)
-    for summary in summarise(directory.rows()):
+    for summary in summaries:
         if summary.measured is not None:
-            scores[summary.cell.length_tokens, summary.cell.label].append(100 * summary.measured.score.mean)
+            title = f"{summary.cell.label}{setting(summary.cell)}"
+            scores[summary.cell.length_tokens, title].append(100 * summary.measured.score.mean)
     for (length, label), found in scores.items():
         typer.echo(f"{length} tokens, {label}: {sum(found) / len(found):.2f} over {len(found)} tasks")
 

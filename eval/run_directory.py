@@ -6,6 +6,7 @@
     examples/TASK-LENGTH-SEED.jsonl   what was asked
     cells/LABEL--KEY/cell.json        what was requested of a cell
     cells/LABEL--KEY/samples.R.jsonl  rows of worker R, appended as they are known
+    workers/R.lock                    held by the process that is worker R, for as long as it lives
 
 Workers share no file that they append to, so that any number of them may work and die at once: what an interrupt leaves
 is at most one torn last line of each, which its next start cuts off. `run.json` and the cells are written by the worker
@@ -18,11 +19,12 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, IntegrityError
 from .cells import Cell
 from .outcomes import DONE
 from .records import SCHEMA_VERSION, Row
@@ -39,6 +41,28 @@ class RunDirectory:
     def __init__(self, path: Path, *, rank: int = 0, follows: bool = False) -> None:
         self.path, self.rank, self.follows = path, rank, follows
         self._folders: dict[str, Path] = {}
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Be the only process that is this worker: two would write rows of the same examples, and cut off each other's.
+
+        The system gives a dead process's claim up. Where a file system knows no locks, nothing is checked.
+
+        Raises:
+            ConfigError: another process is this worker.
+        """
+        if self.follows and not self.path.is_dir():
+            yield  # not the leader's folder: `begin` says so
+            return
+        lock = self.path / "workers" / f"{self.rank}.lock"
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with lock.open("a") as stream:
+            if not _is_ours(stream.fileno()):
+                raise ConfigError(
+                    f"Another process is filling part {self.rank + 1} of {self.path}; two would run the same examples. "
+                    "Wait for it, or give every process a --part I/N of its own, of one N."
+                )
+            yield
 
     @property
     def run_path(self) -> Path:
@@ -89,12 +113,17 @@ class RunDirectory:
 
         Raises:
             ConfigError: the folder holds no run.
+            IntegrityError: a file of it is damaged.
         """
         if not self.run_path.is_file():
             raise ConfigError(f"{self.path} holds no run.json. Give the folder that `kvpolicy eval run` wrote.")
-        run: dict[str, Any] = json.loads(self.run_path.read_text(encoding="utf-8"))
+        run = _read_json(self.run_path, required=("identity_sha256", "tasks"))
         canaries = self._by_key("canaries")
         return {**run, "environments": self.environments(), **({"canaries": canaries} if canaries else {})}
+
+    def sweep(self) -> dict[str, Any] | None:
+        """The sweep that the folder was begun, or last continued, with; None in a folder without a run."""
+        return self.read_run().get("sweep", {}) if self.run_path.is_file() else None
 
     def environments(self) -> dict[str, Any]:
         """Where rows of this run ran, by key."""
@@ -114,7 +143,7 @@ class RunDirectory:
 
     def _by_key(self, folder: str) -> dict[str, Any]:
         files = sorted((self.path / folder).glob("*.json"))
-        return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
+        return {file.stem: _read_json(file) for file in files}
 
     def _add(self, folder: str, key: str, content: Mapping[str, Any]) -> None:
         path = self.path / folder / f"{key}.json"
@@ -123,11 +152,13 @@ class RunDirectory:
             write_atomically(path, json.dumps(content, indent=1, sort_keys=True) + "\n")
 
     def save_examples(self, name: str, lines: str) -> None:
-        """Keep the examples of a task point, which rows refer to by id."""
+        """Keep the examples of a task point, which rows refer to by id; those of earlier calls stay."""
         path = self.path / "examples" / f"{name}.jsonl"
         path.parent.mkdir(exist_ok=True)
-        if not path.is_file() or path.read_text(encoding="utf-8") != lines:
-            write_atomically(path, lines)
+        before = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
+        kept = "\n".join(filter(None, dict.fromkeys([*before, *lines.split("\n")]))) + "\n"
+        if kept.split("\n") != before:
+            write_atomically(path, kept)
 
     def open_cell(self, cell: Cell, cell_key: str, order: int) -> None:
         """Make the folder of a cell; `order` is its place in the sweep."""
@@ -155,20 +186,25 @@ class RunDirectory:
             os.fsync(stream.fileno())
 
     def rows(self) -> list[Row]:
-        """All rows of all workers, one a key: a good one before a failed one, then the newest; torn lines left out."""
+        """All rows of all workers, one a key: a good one before a failed one, then the newest; torn lines left out.
+
+        Raises:
+            IntegrityError: a line, or the description of a cell, is damaged.
+        """
         found: dict[str, Row] = {}
         orders: dict[str, int] = {}
         for samples in self._samples("samples.*.jsonl"):
-            cell = json.loads((samples.parent / "cell.json").read_text(encoding="utf-8"))
-            shared = {"cell": cell["coordinates"], "cell_key": cell["cell_key"]}
+            cell = _read_json(samples.parent / "cell.json", required=("coordinates", "cell_key", "order"))
             orders[cell["cell_key"]] = cell["order"]
-            complete = samples.read_text(encoding="utf-8").rpartition("\n")[0]
-            for line in filter(None, complete.splitlines()):
-                row = Row.from_mapping({**json.loads(line), **shared})
+            for row in _rows_of(samples, {"cell": cell["coordinates"], "cell_key": cell["cell_key"]}):
                 before = found.get(row.row_key)
                 if before is None or row.status in DONE or before.status not in DONE:
                     found[row.row_key] = row
         return sorted(found.values(), key=lambda row: (orders[row.cell_key], row.example["index"]))
+
+    def cell_keys(self) -> frozenset[str]:
+        """The keys of the cells that the folder holds."""
+        return frozenset(folder.name.rpartition("--")[2] for folder in (self.path / "cells").glob("*--*"))
 
     def _samples(self, pattern: str) -> list[Path]:
         return sorted((self.path / "cells").glob(f"*/{pattern}"))
@@ -180,6 +216,57 @@ def write_atomically(path: Path, text: str) -> None:
     staged = path.with_suffix(f"{path.suffix}.{uuid.uuid4().hex}.part")
     staged.write_text(text, encoding="utf-8")
     staged.replace(path)
+
+
+def _read_json(path: Path, *, required: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The mapping of a file that is written as a whole.
+
+    Raises:
+        IntegrityError: it is not there, is not JSON, or lacks a key.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        missing = [key for key in required if key not in found] if isinstance(found, dict) else ["a mapping"]
+        reason = f"it holds no {missing[0]}" if missing else ""
+    except (OSError, ValueError) as error:
+        found, reason = {}, str(error)
+    if reason:
+        raise IntegrityError(
+            f"{path} is damaged: {reason}. Restore the file, or run the sweep again into another folder."
+        )
+    return dict(found)
+
+
+def _rows_of(samples: Path, shared: Mapping[str, Any]) -> Iterator[Row]:
+    # By bytes: an answer may hold characters that Python takes for line ends, and a torn line may end inside one.
+    lines = samples.read_bytes().split(b"\n")[:-1]
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            values = json.loads(line)
+            if not isinstance(values, dict):
+                raise IntegrityError(f"It holds no record but {type(values).__name__}.")
+            yield Row.from_mapping({**values, **shared})
+        except (ValueError, IntegrityError) as error:
+            raise IntegrityError(
+                f"{samples}, line {number} cannot be read. {error} Delete the line to have its example run again."
+            ) from error
+
+
+def _is_ours(descriptor: int) -> bool:
+    """Whether no other process holds the lock of this open file; it is held until the file is closed."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
 
 
 def _readable(cell: Cell) -> str:

@@ -5,33 +5,36 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from ..cache import PolicyCache
 from ..contract.canonical import sha256_of
-from ..errors import KVPolicyError
-from . import acting, cells, environment, matching, outcomes
+from . import cells, environment, matching, outcomes
 from .canary import canary_warning, run_canary
 from .cells import Cell
+from .changed_sweep import changed_sweep_note
 from .dense_prompts import DensePrompts
 from .engine import CacheBuilder
+from .example_rows import PlannedCell, equals_full, row_key_of, run_example
 from .model_loading import LoadedModel
-from .policy_coordinates import policy_coordinates
-from .progress import Progress
+from .progress import Listener, Progress
 from .prompt_ids import check_prompt_ids
 from .prompting import EncodedPrompt, PromptEncoder
-from .records import Row
 from .run_directory import RunDirectory
-from .sweep import NO_CONTEXT, SweepConfig
-from .tasks.base import Example, Task, to_dataset, without_context
+from .sweep import REFERENCES, SweepConfig
+from .tasks.base import Example, Task, to_dataset
 from .tasks.registry import make_task
-from .trial import run_trial
 
 __all__ = ["Listener", "RunOutcome", "SweepWorker", "run_part", "run_sweep"]
+
+
+_TRAINED = (
+    "This checkpoint was trained for {0!r}. The full cache and other policies would read its rows wrongly and are "
+    "refused: their cells are checkpoint-incompatible, and what {0!r} scores has no full cache beside it."
+)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -52,33 +55,6 @@ class RunOutcome:
         return f"{self.written} rows written, {self.skipped} done before, {self.failed} failed"
 
 
-class Listener(Protocol):
-    """Hears of every new row of an example."""
-
-    def scored(self, label: str, score: float) -> None:
-        """A cell answered."""
-        ...
-
-    def failed(self, label: str, reason: str) -> None:
-        """A cell failed, and is not run again."""
-        ...
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class _PlannedCell:
-    """One cell and how it goes. What the library refuses it refuses for every example of the cell."""
-
-    cell: Cell
-    key: str
-    # Of the cell whose rows it gets; its own where it gets none.
-    source_key: str
-    # Of all examples of the task point, so that all parts of a run agree.
-    prompt_tokens: list[int]
-    refused: bool = False
-    # Unknown until a cache is built for it.
-    equals_full: bool | None = None
-
-
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _OpenPoint:
     """The task point a worker is at: its examples stay until it goes to another."""
@@ -86,7 +62,7 @@ class _OpenPoint:
     index: int
     task: Task
     examples: list[Example]
-    planned: list[_PlannedCell]
+    planned: list[PlannedCell]
 
 
 class SweepWorker:
@@ -121,17 +97,38 @@ class SweepWorker:
         self.environment = sha256_of(place)[:12]
         if not allow_mixed:
             environment.check_same(place, directory.environments().values())
+        before, found = directory.sweep(), directory.cell_keys()
         directory.begin(self._run_record())
         directory.add_environment(self.environment, place)
         self.canary = self._canary()
         self._cells = self._open_cells()
+        asked = frozenset(key for keyed in self._cells for _, key in keyed)
+        self._note = changed_sweep_note(before, config.document, found=found, asked=asked)
         self._point: _OpenPoint | None = None
+        self._prompt_tokens: dict[int, list[int]] = {}
         self.find_done()
+
+    def warnings(self) -> list[str]:
+        """What is to be known before the first row."""
+        trained = self.loaded.trained_policy
+        found = (
+            environment.oversubscription_warning(self.config.threads, self.jobs),
+            canary_warning(self.canary),
+            None if trained is None else _TRAINED.format(trained),
+            self._note,
+        )
+        return [warning for warning in found if warning is not None]
 
     def find_done(self) -> None:
         """Read which rows are there. A failed one is tried again: what failed may have been repaired."""
         rows = self.directory.rows()
         self.done = {row.row_key: matching.finished(row) for row in rows if row.status in outcomes.DONE}
+        # The longest prompt of each cell that its budget was found to take nothing from.
+        self._held_tokens: dict[str, int] = {}
+        for row in rows:
+            if row.status == outcomes.EQUALS_FULL:
+                tokens = max(self._held_tokens.get(row.cell_key, 0), row.example["prompt_tokens"])
+                self._held_tokens[row.cell_key] = tokens
 
     def run(self, point: int, number: int, listener: Listener) -> RunOutcome:
         """Run the `number`-th example of the `point`-th task point; every row is on disk when this returns.
@@ -150,17 +147,18 @@ class SweepWorker:
             return self.encoded(example, query_aware=query_aware)
 
         for entry in opened.planned:
-            row_key = _row_key(entry.key, example)
-            if row_key in self.done:
+            row_key = row_key_of(entry.key, example)
+            if self._is_done(entry, row_key, example):
                 outcome.skipped += 1
                 continue
             if entry.refused:
                 continue
-            row = _row(self, entry, opened.task, number, example, row_key, dense, encode)
+            row = run_example(self, entry, opened.task, number, example, row_key, dense, encode)
             self.directory.append(row)
             outcome.written += 1
             if row.status not in outcomes.DONE:
-                outcome.failed += 1
+                # What a checkpoint cannot be compared with was put there by the harness, and is no mistake.
+                outcome.failed += not (self.loaded.trained_policy and entry.cell.policy in REFERENCES)
                 entry.refused = True
                 listener.failed(entry.cell.label, f"{row.status} ({row.reason})")
                 continue
@@ -168,6 +166,17 @@ class SweepWorker:
             if row.quality is not None:
                 listener.scored(entry.cell.label, row.quality.score)
         return outcome
+
+    def _is_done(self, entry: PlannedCell, row_key: str, example: Example) -> bool:
+        """Whether a row need not be run: of one whose budget took nothing, unless it now takes something of others."""
+        found = self.done.get(row_key)
+        if found is None or found.status != outcomes.EQUALS_FULL:
+            return found is not None
+        if entry.cell.matched_to is not None:
+            return matching.source_equals_full(self.done.get(row_key_of(entry.source_key, example)))
+        if entry.equals_full is None and max(entry.prompt_tokens()) > self._held_tokens.get(entry.key, 0):
+            entry.equals_full = equals_full(self, entry)
+        return entry.equals_full is not False
 
     def encoded(self, example: Example, *, query_aware: bool) -> EncodedPrompt:
         """The prompt of an example, checked against its text.
@@ -220,18 +229,32 @@ class SweepWorker:
             examples = task.examples(point.request, self.encoder)
             name = f"{point.task.name}-{point.request.length_tokens}-{point.request.seed}"
             self.directory.save_examples(name, to_dataset(examples).to_pandas().to_json(orient="records", lines=True))
-            prompt_tokens = [len(self.encoder.encode(example).token_ids) for example in examples]
+            self._prompt_tokens[index] = self._count(examples)
             planned = [
-                _PlannedCell(
+                PlannedCell(
                     cell=cell,
                     key=key,
                     source_key=cell.source.key(self.identity_sha256),
-                    prompt_tokens=prompt_tokens,
+                    prompt_tokens=functools.partial(self._tokens_of_all_seeds, index),
                 )
                 for cell, key in self._cells[index]
             ]
             self._point = _OpenPoint(index=index, task=task, examples=examples, planned=planned)
         return self._point
+
+    def _tokens_of_all_seeds(self, index: int) -> Iterator[int]:
+        """Tokens of every prompt of a cell, whose seeds are pooled; other seeds' are made when asked for."""
+        own = self.points[index]
+        for other, point in sorted(enumerate(self.points), key=lambda entry: entry[0] != index):
+            if point.task is not own.task or point.request.length_tokens != own.request.length_tokens:
+                continue
+            if other not in self._prompt_tokens:
+                task = make_task(point.task.name, point.task.params)
+                self._prompt_tokens[other] = self._count(task.examples(point.request, self.encoder))
+            yield from self._prompt_tokens[other]
+
+    def _count(self, examples: Iterable[Example]) -> list[int]:
+        return [len(self.encoder.encode(example).token_ids) for example in examples]
 
 
 def run_sweep(
@@ -258,10 +281,11 @@ def run_sweep(
         say: receives one line an example, and warnings.
 
     Raises:
-        ConfigError: the folder belongs to another model, or its rows ran elsewhere.
+        ConfigError: the folder belongs to another model, its rows ran elsewhere, or another process fills this part.
     """
-    worker = SweepWorker(config, loaded, directory, build_cache, allow_mixed=allow_mixed)
-    return run_part(worker, limit=limit, part=part, say=say)
+    with directory.claimed():
+        worker = SweepWorker(config, loaded, directory, build_cache, allow_mixed=allow_mixed)
+        return run_part(worker, limit=limit, part=part, say=say)
 
 
 def run_part(
@@ -269,11 +293,7 @@ def run_part(
 ) -> RunOutcome:
     """Run one part of every cell's examples, in order, and say how far it is; see `run_sweep`."""
     outcome = RunOutcome()
-    warnings = (
-        environment.oversubscription_warning(worker.config.threads, worker.jobs),
-        canary_warning(worker.canary),
-    )
-    for warning in filter(None, warnings):
+    for warning in worker.warnings():
         say(f"warning: {warning}")
     numbers = [range(point.request.num_examples)[slice(part[0] - 1, limit, part[1])] for point in worker.points]
     progress = Progress(say, [len(each) for each in numbers])
@@ -284,90 +304,3 @@ def run_part(
             progress.example_done()
         progress.end()
     return outcome
-
-
-def _row(
-    worker: SweepWorker,
-    entry: _PlannedCell,
-    task: Task,
-    number: int,
-    example: Example,
-    row_key: str,
-    dense: DensePrompts,
-    encode: Callable[[bool], EncodedPrompt],
-) -> Row:
-    cell, source = entry.cell, worker.done.get(_row_key(entry.source_key, example))
-    with_context = encode(cell.query_aware)
-    asked = without_context(example) if cell.policy == NO_CONTEXT else example
-    encoded = with_context if asked is example else worker.encoded(asked, query_aware=cell.query_aware)
-    blank = Row(
-        row_key=row_key,
-        cell_key=entry.key,
-        cell=cell.coordinates(),
-        example={**_example_record(example, encoded), "index": number, "metric": task.metric},
-        status=outcomes.OK,
-        environment=worker.environment,
-    )
-    if entry.equals_full is None:
-        entry.equals_full = matching.source_equals_full(source) if cell.matched_to else _equals_full(worker, entry)
-    if entry.equals_full:
-        # Neither a result of the policy nor a failure of it.
-        reason, equal = "the budget takes nothing from any prompt", str(outcomes.Outcome.EQUALS_FULL)
-        return dataclasses.replace(blank, status=outcomes.EQUALS_FULL, outcome=equal, reason=reason)
-    try:
-        budgeted = matching.with_budget(cell, source)
-        cache = worker.build(budgeted)
-        declared = matching.declared_of(cell, policy_coordinates(cache)) if isinstance(cache, PolicyCache) else {}
-        trial = run_trial(
-            worker.loaded, budgeted, asked, encoded, cache, metric=task.metric, dense=dense, beside=with_context
-        )
-    except Exception as error:  # a failing cell is a result, and the sweep goes on
-        return dataclasses.replace(
-            blank,
-            status=outcomes.status_of_error(error),
-            outcome=str(outcomes.outcome_of_error(error)),
-            reason=f"{type(error).__name__}: {error}"[:500],
-        )
-    if trial.did_not_act is not None:
-        return dataclasses.replace(
-            blank,
-            status=outcomes.DID_NOT_ACT,
-            outcome=str(outcomes.Outcome.UNMEASURED),
-            reason=trial.did_not_act,
-            cache=trial.cache,
-            policy=declared,
-        )
-    return dataclasses.replace(blank, quality=trial.quality, cache=trial.cache, timing=trial.timing, policy=declared)
-
-
-def _row_key(cell_key: str, example: Example) -> str:
-    return sha256_of([cell_key, example.example_id])[:16]
-
-
-def _equals_full(worker: SweepWorker, entry: _PlannedCell) -> bool:
-    """Whether the cell's budget takes nothing from any prompt; a cell that is refused is left to fail by itself."""
-    if entry.cell.budget is None:
-        return False
-    try:
-        cache = worker.build(entry.cell)
-    except Exception:  # the cell's first example fails in the same way, and says so
-        return False
-    try:
-        return acting.equals_full(entry.cell, cache, worker.loaded.model, entry.prompt_tokens)
-    except KVPolicyError:
-        return False
-
-
-def _example_record(example: Example, encoded: EncodedPrompt) -> dict[str, Any]:
-    return {
-        **example.coordinates,
-        "id": example.example_id,
-        "answers": list(example.answers),
-        "prompt_tokens": len(encoded.token_ids),
-        "prompt_sha256": encoded.sha256,
-        "template_preamble": encoded.template_preamble,
-        "added_bos_tokens": encoded.added_bos_tokens,
-        "segments": len(encoded.segment_ends),
-        "truncated": example.dropped_tokens > 0,
-        "dropped_tokens": example.dropped_tokens,
-    }

@@ -113,7 +113,8 @@ def paired_p_value(ours: Mapping[str, float], baseline: Mapping[str, float]) -> 
     first, second = _shared(ours, baseline)
     if _are_binary([*first, *second]):
         return mcnemar_exact(*_discordant(first, second))
-    if np.allclose(first, second, rtol=0.0, atol=1e-12):
+    # Of one pair alone, either order is as uneven as the other.
+    if len(first) < 2 or np.allclose(first, second, rtol=0.0, atol=1e-12):
         return 1.0
     found = stats.permutation_test(
         (np.asarray(first), np.asarray(second)),

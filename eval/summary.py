@@ -23,6 +23,7 @@ __all__ = ["CellSummary", "Measured", "by_cell", "summarise"]
 # questions were asked without their text too, what lies between the two decides instead.
 _CANARY_SCORE = 0.5
 _NOT_INTERPRETABLE = "the full cache does not solve this task, or was not run"
+_NO_FULL_CACHE = "there is no full cache to compare with: the checkpoint was trained for other rows"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +93,24 @@ def summarise(rows: Iterable[Row], *, delta: float = DEFAULT_DELTA) -> list[Cell
     ends = {
         (policy, _point(groups[key][0].cell)): found
         for key, found in measured.items()
-        if (policy := groups[key][0].cell["policy"]) in REFERENCES
+        # A full cache with options is one of those that are measured by the full cache.
+        if (policy := groups[key][0].cell["policy"]) in REFERENCES and not groups[key][0].cell["options"]
     }
-    return [_summary(group, measured.get(key), ends, delta) for key, group in groups.items()]
+    refused = {
+        _point(group[0].cell)
+        for group in groups.values()
+        if group[0].cell["policy"] == "full" and group[0].outcome == Outcome.CHECKPOINT_INCOMPATIBLE
+    }
+    return [
+        _summary(
+            group,
+            measured.get(key),
+            ends,
+            delta,
+            without_full=_NO_FULL_CACHE if _point(group[0].cell) in refused else _NOT_INTERPRETABLE,
+        )
+        for key, group in groups.items()
+    ]
 
 
 def by_cell(rows: Iterable[Row]) -> dict[str, list[Row]]:
@@ -114,12 +130,29 @@ def _point(cell: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _unfinished(group: list[Row]) -> Row | None:
-    """The first row that has no result: it failed, or there was nothing to run."""
-    return next((row for row in group if row.status != OK), None)
+    """The first row that has no result: it failed, or else there was nothing to run."""
+    missing = [row for row in group if row.status != OK]
+    return next((row for row in missing if row.status != EQUALS_FULL), missing[0] if missing else None)
+
+
+def _why_unfinished(group: list[Row], unfinished: Row) -> tuple[Outcome, str | None]:
+    """What became of a cell with such a row; equal to the full cache it is only where no prompt loses a row."""
+    equal = sum(row.status == EQUALS_FULL for row in group)
+    if unfinished.status == EQUALS_FULL and equal < len(group):
+        reason = (
+            f"the budget takes nothing from {equal} of {len(group)} prompts, which were not run; run them here again"
+        )
+        return Outcome.UNMEASURED, reason
+    return Outcome(unfinished.outcome or Outcome.UNMEASURED), unfinished.reason
 
 
 def _summary(
-    group: list[Row], measured: Measured | None, ends: Mapping[tuple[str, tuple[Any, ...]], Measured], delta: float
+    group: list[Row],
+    measured: Measured | None,
+    ends: Mapping[tuple[str, tuple[Any, ...]], Measured],
+    delta: float,
+    *,
+    without_full: str,
 ) -> CellSummary:
     cell, unfinished = Cell(**group[0].cell), _unfinished(group)
     baseline, floor = (ends.get((policy, _point(group[0].cell))) for policy in REFERENCES)
@@ -127,9 +160,9 @@ def _summary(
     has_canary = group[0].example.get("metric") != LIKELIHOOD
     interpretable = baseline is not None and (not has_canary or _needs_its_context(baseline, floor))
     if unfinished is not None:
-        outcome, reason = Outcome(unfinished.outcome or Outcome.UNMEASURED), unfinished.reason
+        outcome, reason = _why_unfinished(group, unfinished)
     elif not interpretable or measured is None or baseline is None:
-        outcome, reason = Outcome.UNMEASURED, _NOT_INTERPRETABLE
+        outcome, reason = Outcome.UNMEASURED, without_full
     else:
         outcome, reason = _quality_outcome(measured, baseline, delta)
     return CellSummary(

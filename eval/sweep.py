@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..allocation.budget import parse_budget
-from ..errors import ConfigError, did_you_mean
+from ..contract.canonical import canonical_json
+from ..errors import ConfigError, ManifestError, did_you_mean
 from . import fields
+from .model_loading import DTYPES
 from .outcomes import DEFAULT_DELTA
 from .tasks.registry import make_task
 
@@ -153,16 +155,18 @@ def parse_sweep(document: Mapping[str, Any]) -> SweepConfig:
     fields.check_keys(document, _SWEEP_KEYS, required=("model", "tasks", "policies"), where="the sweep")
     budgets = _budgets(document.get("budgets", []), where="budgets")
     policies = [_policy(item, budgets, i) for i, item in enumerate(fields.items(document, "policies"))]
+    tasks = [_task(item, i, document) for i, item in enumerate(fields.items(document, "tasks"))]
+    _check_told_apart(tasks)
     return SweepConfig(
         model=_model(document["model"]),
-        tasks=tuple(_task(item, i, document) for i, item in enumerate(fields.items(document, "tasks"))),
+        tasks=tuple(tasks),
         policies=_with_baselines(
             policies,
             budgets,
             include_random=fields.boolean(document.get("include_random", True), where="include_random"),
             floor=fields.boolean(document.get("floor", False), where="floor"),
         ),
-        seeds=tuple(fields.integers(document.get("seeds", [0]), where="seeds", minimum=0)),
+        seeds=_integers(document.get("seeds", [0]), where="seeds", minimum=0),
         query_aware=_query_aware(document.get("query_aware", True)),
         threads=fields.integer(document.get("threads", 1), where="threads", minimum=1),
         jobs=fields.integer(document.get("jobs", 1), where="jobs", minimum=1),
@@ -177,24 +181,48 @@ def _model(value: Any) -> ModelSpec:
         shipped = fields.shipped_config(f"models/{value}.yaml")
         value = shipped if shipped is not None else {"name": value}
     fields.check_keys(value, ("name", "dtype", "device"), required=("name",), where="model")
-    return ModelSpec(**{key: str(item) for key, item in value.items()})
+    spec = ModelSpec(**{key: fields.text(item, where=f"model.{key}") for key, item in value.items()})
+    if spec.dtype not in DTYPES:
+        raise ConfigError(
+            f"Model dtype {spec.dtype!r} is not one of {', '.join(DTYPES)}.{did_you_mean(spec.dtype, DTYPES)}"
+        )
+    return spec
+
+
+def _integers(value: Any, *, where: str, minimum: int) -> tuple[int, ...]:
+    found = fields.integers(value, where=where, minimum=minimum)
+    fields.distinct(found, where=where)
+    return tuple(found)
+
+
+def _check_told_apart(tasks: list[TaskSpec]) -> None:
+    """Refuse entries whose examples would lie in one cell: a cell names neither a task's parameters nor its depths."""
+    before: dict[str, TaskSpec] = {}
+    asked: list[tuple[str, int, int]] = []
+    for index, task in enumerate(tasks):
+        if dict(before.setdefault(task.name, task).params) != dict(task.params):
+            raise ConfigError(
+                f"tasks[{index}] asks for {task.name!r} with other params than an entry before it; their results could "
+                "not be told apart. Run it as a sweep of its own, into another folder."
+            )
+        asked += [(task.name, length, task.max_new_tokens) for length in task.lengths_tokens]
+    fields.distinct(asked, where="tasks (name, tokens, max_new_tokens)")
 
 
 def _task(value: Any, index: int, sweep: Mapping[str, Any]) -> TaskSpec:
     where = f"tasks[{index}]"
     allowed = ("name", "lengths_tokens", "depths", "num_examples", "max_new_tokens", "params")
     fields.check_keys(value, allowed, required=("name", "lengths_tokens"), where=where)
-    params = value.get("params", {})
-    if not isinstance(params, Mapping):
-        raise ConfigError(f"{where}.params must be a mapping of the task's own parameters; got {params!r}.")
-    task = make_task(value["name"], params)  # refuses an unknown name, with a suggestion
+    params = fields.mapping(value.get("params", {}), where=f"{where}.params")
+    name = fields.text(value["name"], where=f"{where}.name")
+    task = make_task(name, params)  # refuses an unknown name, with a suggestion
     return TaskSpec(
-        name=value["name"],
-        lengths_tokens=tuple(fields.integers(value["lengths_tokens"], where=f"{where}.lengths_tokens", minimum=1)),
+        name=name,
+        lengths_tokens=_integers(value["lengths_tokens"], where=f"{where}.lengths_tokens", minimum=1),
         depths=_depths(value.get("depths", list(task.depths)), task.depths, where),
         num_examples=fields.integer(value.get("num_examples", 10), where=f"{where}.num_examples", minimum=1),
         max_new_tokens=_max_new_tokens(value, sweep, task.max_new_tokens, where),
-        params=dict(params),
+        params=params,
     )
 
 
@@ -215,9 +243,13 @@ def _depths(value: Any, default: tuple[float, ...], where: str) -> tuple[float, 
         if value:
             raise ConfigError(f"{where} hides nothing at a depth, so it takes no depths. Leave the key out.")
         return ()
+    are_numbers = isinstance(value, list) and all(
+        isinstance(item, int | float) and not isinstance(item, bool) for item in value
+    )
+    if not are_numbers or not value or not all(0.0 <= depth <= 1.0 for depth in value):
+        raise ConfigError(f"{where}.depths must be a list of one or more ratios in [0, 1]; got {value!r}.")
     depths = tuple(float(depth) for depth in value)
-    if not depths or not all(0.0 <= depth <= 1.0 for depth in depths):
-        raise ConfigError(f"{where}.depths must be one or more ratios in [0, 1]; got {list(depths)}.")
+    fields.distinct(depths, where=f"{where}.depths")
     return depths
 
 
@@ -239,17 +271,43 @@ def _policy(value: Any, budgets: tuple[BudgetValue, ...], index: int) -> PolicyS
     where = f"policies[{index}]"
     value = {"name": value} if isinstance(value, str) else value
     fields.check_keys(value, ("name", "options", "grid", "budgets", "matched"), required=("name",), where=where)
-    grid = {key: tuple(values) for key, values in value.get("grid", {}).items()}
+    name = fields.text(value["name"], where=f"{where}.name")
+    if name == NO_CONTEXT:
+        raise ConfigError(
+            f"{where}: {NO_CONTEXT!r} is the full cache asked without its text. Write `floor: true` instead."
+        )
     own = _budgets(value["budgets"], where=f"{where}.budgets") if "budgets" in value else budgets
     # A policy that takes no budget is asked for with `budgets: []` and runs once.
-    chosen = (None,) if value["name"] == "full" or not own else own
+    chosen = (None,) if name == "full" or not own else own
     return PolicySpec(
-        name=str(value["name"]),
+        name=name,
         budgets=chosen,
-        options=value.get("options", {}),
-        grid=grid,
-        matched=_matched(value.get("matched", []), str(value["name"]), where=f"{where}.matched"),
+        options=_plain(fields.mapping(value.get("options", {}), where=f"{where}.options"), where=f"{where}.options"),
+        grid=_grid(value.get("grid", {}), where=f"{where}.grid"),
+        matched=_matched(value.get("matched", []), name, where=f"{where}.matched"),
     )
+
+
+def _grid(value: Any, *, where: str) -> dict[str, tuple[Any, ...]]:
+    """Option values to cross: a list of them by option."""
+    found = fields.mapping(value, where=where)
+    for option, values in found.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(
+                f"{where}.{option} must be a list of the values to run, such as [8, 16]; got {values!r}. A "
+                "single value belongs under `options`."
+            )
+        fields.distinct(values, where=f"{where}.{option}")
+    return {option: tuple(values) for option, values in _plain(found, where=where).items()}
+
+
+def _plain(values: dict[str, Any], *, where: str) -> dict[str, Any]:
+    """Values that a record can hold: YAML also makes dates of what is written like one."""
+    try:
+        canonical_json(values)
+    except ManifestError as error:
+        raise ConfigError(f"{where} is {values!r}, which no record can hold. {error}") from error
+    return values
 
 
 def _matched(names: Any, policy: str, *, where: str) -> tuple[str, ...]:
@@ -269,6 +327,7 @@ def _budgets(values: Any, *, where: str) -> tuple[BudgetValue, ...]:
         raise ConfigError(f'{where} must be a list such as [128, 0.25, "4MiB"]; got {values!r}.')
     for value in values:
         parse_budget(value)
+    fields.distinct(values, where=where)
     return tuple(values)
 
 
@@ -276,11 +335,12 @@ def _with_baselines(
     policies: list[PolicySpec], budgets: tuple[BudgetValue, ...], *, include_random: bool, floor: bool
 ) -> tuple[PolicySpec, ...]:
     """Put the full cache first, with and without the text, and random rows at every budget that a policy is run at."""
-    named = {policy.name for policy in policies}
+    # A full cache with options (rows in few bits) is one of those that are measured.
+    named = {policy.name for policy in policies if policy.name != "full" or not (policy.options or policy.grid)}
     used = dict.fromkeys([b for p in policies for b in p.budgets if b is not None] + list(budgets))
     baselines = [] if "full" in named else [PolicySpec(name="full", budgets=(None,))]
     if floor:
         baselines.append(PolicySpec(name=NO_CONTEXT, budgets=(None,)))
     if include_random and "random" not in named and used:
         baselines.append(PolicySpec(name="random", budgets=tuple(used)))
-    return tuple(baselines) + tuple(sorted(policies, key=lambda policy: policy.name != "full"))
+    return tuple(baselines) + tuple(sorted(policies, key=lambda policy: policy.name != "full" or bool(policy.options)))

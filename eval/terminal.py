@@ -27,7 +27,8 @@ def print_tables(summaries: list[CellSummary]) -> None:
         return
     # Into a file or a pipe rich would squeeze every table into 80 columns; both obey COLUMNS.
     follows = sys.stdout.isatty() or os.environ.get("COLUMNS")
-    console = Console() if follows else Console(width=_PIPE_COLUMNS)
+    # Labels hold whatever a sweep says, and none of it is markup.
+    console = Console(width=None if follows else _PIPE_COLUMNS, markup=False, emoji=False)
     for title, group in tables(summaries):
         whole = _table(title, group, COLUMNS)
         unwrapped = console.measure(whole, options=console.options.update(width=_UNLIMITED)).maximum

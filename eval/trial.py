@@ -143,12 +143,13 @@ def _quality(
     answer: AnswerScore,
     generated: Generated,
     metric: str,
-    full_log_probs_TV: Tensor,
+    full_log_probs_TV: Tensor | None,
 ) -> QualityRecord:
     text = loaded.tokenizer.decode(generated.token_ids, skip_special_tokens=True)
     # A tokenizer may split an answer otherwise behind another text; then no two positions mean the same.
-    same = full_log_probs_TV.shape == answer.log_probs_TV.shape
-    beside_full = agreement(full_log_probs_TV, answer.log_probs_TV) if same else None
+    beside_full = None
+    if full_log_probs_TV is not None and full_log_probs_TV.shape == answer.log_probs_TV.shape:
+        beside_full = agreement(full_log_probs_TV, answer.log_probs_TV)
     return QualityRecord(
         score=math.exp(-answer.nll_per_token) if metric == LIKELIHOOD else score_answer(metric, text, example),
         answer_nll=answer.nll_per_token,

@@ -206,10 +206,12 @@ def to_dataset(examples: list[Example]) -> Any:
     from ..extras import require
 
     datasets = require("datasets", "A table of examples")
+    names = dict.fromkeys(name for example in examples for name in example.coordinates)
     rows = []
     for example in examples:
         parts = {"example_id": example.example_id, "context": example.context, "question": example.question}
         answer = {"answer_prefix": example.answer_prefix, "answers": list(example.answers)}
-        grid = {f"coordinate_{name}": value for name, value in example.coordinates.items()}
+        # The table has the columns of its first row.
+        grid = {f"coordinate_{name}": example.coordinates.get(name) for name in names}
         rows.append({**parts, **answer, **grid})
     return datasets.Dataset.from_list(rows)

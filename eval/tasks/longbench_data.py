@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -56,11 +58,8 @@ class RecordFile:
         path, member = _locate(_downloaded() if self.data == HUB else Path(self.data).expanduser(), self.file_name)
         if member is None:
             return path.read_bytes()
-        try:
-            with zipfile.ZipFile(path) as archive:
-                return archive.read(member)
-        except zipfile.BadZipFile as error:
-            raise ConfigError(f"{path} is damaged: {error}. Fetch it again.") from error
+        with _opened(path) as archive:
+            return archive.read(member)
 
     def sha256(self) -> str:
         """Digest of the file."""
@@ -95,12 +94,26 @@ def _locate(place: Path, file_name: str) -> tuple[Path, str | None]:
         )
     if not zipfile.is_zipfile(place):
         raise ConfigError(f"{str(place)!r} is no zip archive. Give `data` a folder of .jsonl files or {_ARCHIVE}.")
-    with zipfile.ZipFile(place) as archive:
+    with _opened(place) as archive:
         names = [name for name in archive.namelist() if not name.startswith("__MACOSX")]
     members = [name for name in names if PurePosixPath(name).name == file_name]
     if not members:
         raise _absent(place, file_name, (PurePosixPath(name).name for name in names if name.endswith(".jsonl")))
     return place, members[0]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
+    """An archive to read from.
+
+    Raises:
+        ConfigError: it is damaged, encrypted, or packed in a way that Python does not read.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            yield archive
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+        raise ConfigError(f"The archive {path} cannot be read: {error}. Fetch it again.") from error
 
 
 def _absent(place: Path, file_name: str, names: Iterable[str]) -> ConfigError:

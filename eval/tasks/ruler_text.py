@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import string
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +126,7 @@ def wording_of(checkout: str | None) -> RulerWording:
     folder = Path(checkout) / _FOLDER
     try:
         tasks = _assigned(folder / "constants.py", "TASKS")
-        return RulerWording(
+        wording = RulerWording(
             source="RULER checkout",
             needle=_assigned(folder / "niah.py", "needle"),
             noise_line=_assigned(folder / "niah.py", "haystack").strip(),
@@ -134,11 +135,38 @@ def wording_of(checkout: str | None) -> RulerWording:
                 for name in OURS.templates
             },
         )
+        _check_fields(wording)
     except (OSError, SyntaxError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{TEMPLATE_PARAM}: {checkout!r} is no RULER checkout whose templates can be read from {_FOLDER}: {error}. "
             "Give the folder of a checkout, or leave the parameter out for our own wording."
         ) from error
+    return wording
+
+
+def _check_fields(wording: RulerWording) -> None:
+    """Refuse a template that cannot be filled in as ours can; ValueError, or whatever parsing raises.
+
+    Without `{context}` a prompt would have no text, and without `{value}` a needle nothing to find.
+    """
+    for name, template in wording.templates.items():
+        ours = OURS.templates[name]
+        known = _fields(ours.text) | _fields(ours.answer_prefix)
+        _check_known(f"the template of {name}", _fields(template.text), known, needed="context")
+        _check_known(f"the answer prefix of {name}", _fields(template.answer_prefix), known - {"context"})
+    known = _fields(OURS.needle)
+    _check_known("the needle", _fields(wording.needle), known, needed="value")
+
+
+def _fields(text: str) -> set[str]:
+    return {name for _, name, _, _ in string.Formatter().parse(text) if name is not None}
+
+
+def _check_known(where: str, found: set[str], known: set[str], *, needed: str | None = None) -> None:
+    unknown = sorted(found - known)
+    if unknown or (needed is not None and needed not in found):
+        problem = f"has the field {unknown[0]!r}" if unknown else f"lacks the field {needed!r}"
+        raise ValueError(f"{where} {problem}; its fields are {', '.join(sorted(known))}")
 
 
 def _assigned(file: Path, name: str) -> Any:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from eval_fakes import FakeCache, tiny_loaded
 
 from hf_kvpolicy.eval import generation
+from hf_kvpolicy.eval.cells import task_points
 
 PROMPT = [256, *b"a short prompt of some bytes"]
 
@@ -84,3 +88,41 @@ def test_segments_are_forwards_of_their_own() -> None:
     pieces = generation.prefill(loaded.model, [PROMPT[:5], PROMPT[5:]], FakeCache())
     assert (whole.cache.statistics.forwards, pieces.cache.statistics.forwards) == (1, 2)
     torch.testing.assert_close(whole.next_logits, pieces.next_logits, atol=1e-5, rtol=0.0)
+
+
+def test_perplexity_under_eviction_is_that_of_one_masked_forward(tmp_path: Path) -> None:
+    """A sliding window of W rows: a prompt's tokens see all before them, a later one the W newest rows and itself."""
+    pytest.importorskip("evaluate")
+    from hf_kvpolicy.eval.engine import EngineBuilder
+    from hf_kvpolicy.eval.prompting import PromptEncoder
+    from hf_kvpolicy.eval.run_directory import RunDirectory
+    from hf_kvpolicy.eval.runner import run_sweep
+    from hf_kvpolicy.eval.sweep import parse_sweep
+    from hf_kvpolicy.eval.tasks.registry import make_task
+
+    window, params = 40, {"continuation_tokens": 32}
+    task = {"name": "perplexity_pydoc", "lengths_tokens": [400], "num_examples": 2, "params": params}
+    policy = {"name": "sliding_window", "budgets": [window]}
+    config = parse_sweep({"model": "tiny", "tasks": [task], "policies": [policy], "include_random": False})
+    loaded, plain = tiny_loaded(), tiny_loaded().model
+    build = EngineBuilder(loaded.model, loaded.tokenizer)
+    run_sweep(config, loaded, RunDirectory(tmp_path), build, say=lambda line: None)
+    rows = [row for row in RunDirectory(tmp_path).rows() if row.cell["policy"] == "sliding_window"]
+    encoder = PromptEncoder(loaded.tokenizer)
+    request = next(task_points(config)).request
+    for row, example in zip(rows, make_task("perplexity_pydoc", params).examples(request, encoder), strict=True):
+        encoded = encoder.encode(example)
+        ids, answer, first = [*encoded.token_ids, *encoded.answer_ids], encoded.answer_ids, len(encoded.token_ids)
+        assert len(answer) > 20
+        columns = torch.arange(len(ids))
+        seen = columns[None, :] <= columns[:, None]
+        seen[first:] &= columns[None, :] >= columns[first:, None] - window
+        mask = torch.zeros(1, 1, len(ids), len(ids)).masked_fill(~seen, torch.finfo(torch.float32).min)
+        with torch.no_grad():
+            logits = plain(torch.tensor([ids]), attention_mask=mask).logits[0, first - 1 : -1]
+        expected = float(torch.nn.functional.cross_entropy(logits, torch.tensor(answer)))
+        assert row.quality is not None
+        assert row.cache is not None
+        assert row.quality.answer_nll == pytest.approx(expected, abs=1e-4)
+        assert row.quality.score == pytest.approx(math.exp(-expected), abs=1e-4)
+        assert row.cache.rows_dropped > 0

@@ -194,6 +194,27 @@ def test_an_archive_holds_what_the_folder_holds(data: str, tmp_path: Path, encod
     assert examples(encoder, str(unpacked)) == examples(encoder, data)
 
 
+@pytest.mark.parametrize("damage", ["directory", "content", "encrypted"])
+def test_an_archive_that_cannot_be_read_is_named(
+    data: str, tmp_path: Path, encoder: PromptEncoder, damage: str
+) -> None:
+    archive = tmp_path / "data.zip"
+    with zipfile.ZipFile(archive, "w") as stream:
+        stream.write(Path(data) / "qasper.jsonl", "data/qasper.jsonl")
+    content = bytearray(archive.read_bytes())
+    entry = content.index(b"PK\1\2")
+    if damage == "directory":
+        content[entry : entry + 4] = b"...."
+    elif damage == "content":
+        content[60:64] = b"...."
+    else:
+        for flags in (6, entry + 8):  # of the local header, and of the directory
+            content[flags] |= 1
+    archive.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"data\.zip cannot be read"):
+        make_task("longbench_qasper", {"data": str(archive)}).examples(WHOLE, encoder)
+
+
 def test_provenance_tells_data_and_prompts_apart(data: str, tmp_path: Path) -> None:
     def of(**params: Any) -> dict[str, str]:
         return dict(make_task("longbench_qasper", {"data": data, **params}).provenance)

@@ -98,7 +98,7 @@ def test_the_command_runs_resumes_and_writes_published_scores(data: Path, model_
     code, text = invoke(*arguments, *few, "--e", "--query-agnostic")
     assert code == 0, text
     scores = json.loads((tmp_path / "out" / "longbench.json").read_text())
-    assert set(scores["full, 600 tokens, query-agnostic"]["longbench_e_qasper"]) <= {"0-4k", "4-8k", "8k+"}
+    assert set(scores["full, 600 tokens, question unseen"]["longbench_e_qasper"]) <= {"0-4k", "4-8k", "8k+"}
 
 
 def test_a_folder_is_not_continued_with_other_measures_or_records(

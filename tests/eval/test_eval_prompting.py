@@ -94,6 +94,17 @@ def test_earlier_turns_are_segments_and_precede_the_question() -> None:
     assert texts[3].startswith("What?")
 
 
+def test_a_template_that_changes_a_text_is_refused_where_the_text_ends_a_segment() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("message['content']", "message['content'] | upper")
+    encoder = PromptEncoder(tokenizer)
+    assert encoder.encode(EXAMPLE).token_ids
+    told = replace(EXAMPLE, earlier_turns=(Turn(user="Remember 42.", assistant="I do."),))
+    for example, query_aware in ((EXAMPLE, False), (told, True)):
+        with pytest.raises(ConfigError, match="cannot be fed in segments"):
+            encoder.encode(example, query_aware=query_aware)
+
+
 def test_an_example_may_refuse_the_chat_template() -> None:
     example = replace(EXAMPLE, chat_template=False, answer_prefix="", gold="43")
     encoder = PromptEncoder(tiny_tokenizer())

@@ -194,6 +194,28 @@ def test_wording_is_read_from_a_checkout_without_running_it(tmp_path: Path) -> N
     assert tracked.answer_prefix.endswith("they are: ")
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("variables of {query}?", "variables of {quary}?", "has the field 'quary'"),
+        ("Coded. {context}", "Coded.", "lacks the field 'context'"),
+        ("for {query} are", "for {context} are", "the answer prefix of niah has the field 'context'"),
+        ("Q: {query}", "Q: {query", "expected '}'"),
+        ("Q: {query}", "Q: {}", "has the field ''"),
+        ("is: {value}", "is: it", "the needle lacks the field 'value'"),
+    ],
+)
+def test_a_template_that_cannot_be_filled_in_is_refused_before_a_model(
+    before: str, after: str, message: str, tmp_path: Path
+) -> None:
+    root = write_checkout(tmp_path / "RULER")
+    for file in (root / "scripts" / "data" / "synthetic").iterdir():
+        file.write_text(file.read_text().replace(before, after))
+    with pytest.raises(ConfigError) as caught:
+        wording_of(str(root))
+    assert message in str(caught.value)
+
+
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leave the parameter out"):
         make_task("ruler_vt", {"templates": str(tmp_path)})

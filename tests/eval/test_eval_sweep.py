@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ BASE: dict[str, Any] = {
     "tasks": [{"name": "needle_single_noise", "lengths_tokens": [512, 256], "num_examples": 5}],
     "policies": [{"name": "snapkv", "grid": {"window": [8, 16]}, "options": {"kernel_size": 5}}],
 }
+
+
+TASK = {**BASE["tasks"][0], "lengths_tokens": [512]}
 
 
 def changed(**changes: Any) -> dict[str, Any]:
@@ -91,11 +95,63 @@ def test_cell_keys_differ_by_every_coordinate() -> None:
         (changed(seeds=[True]), "whole number"),
         (changed(threads="two"), "whole number"),
         (changed(tasks=[{**BASE["tasks"][0], "depths": [0.5, 1.5]}]), r"ratios in \[0, 1\]"),
+        *(
+            (changed(tasks=[{**TASK, "depths": depths}]), r"ratios in \[0, 1\]")
+            for depths in (0.5, ["a"], [True], None)
+        ),
+        (changed(tasks=[{**TASK, "depths": [0.5, 0.5]}]), "names 0.5 twice"),
+        (changed(tasks=[{**TASK, "name": ["x"]}]), r"tasks\[0\].name must be a name"),
+        (changed(tasks=[{**TASK, "name": 5}]), r"tasks\[0\].name must be a name"),
+        (changed(tasks=[{**TASK, "params": ["x"]}]), "must be a mapping"),
+        (changed(tasks=[{**TASK, "params": {1: 2}}]), "must be a mapping from names"),
+        (changed(tasks=[{**TASK, "lengths_tokens": [512, 512]}]), "names 512 twice"),
+        (changed(tasks=[TASK, {**TASK, "num_examples": 10}]), "names .*'needle_single_noise', 512, .* twice"),
+        (changed(seeds=[1, 1]), "seeds names 1 twice"),
+        (changed(budgets=[64, 64]), "budgets names 64 twice"),
+        (changed(policies=[{"name": "snapkv", "grid": ["window"]}]), "must be a mapping from names"),
+        (changed(policies=[{"name": "snapkv", "grid": {"window": 16}}]), "must be a list of the values"),
+        (changed(policies=[{"name": "snapkv", "grid": {"pooling": "max"}}]), "must be a list of the values"),
+        (changed(policies=[{"name": "snapkv", "grid": {"window": []}}]), "must be a list of the values"),
+        (changed(policies=[{"name": "snapkv", "options": ["window"]}]), "must be a mapping from names"),
+        (changed(policies=[{"name": "snapkv", "options": None}]), "must be a mapping from names"),
+        (changed(policies=[{"name": "snapkv", "options": {"window": date(2020, 1, 1)}}]), "which no record can hold"),
+        (changed(policies=[{"name": 5}]), r"policies\[0\].name must be a name"),
+        (changed(policies=["no_context"]), "Write `floor: true`"),
+        (changed(model={"name": "m", "dtype": "float33"}), "Did you mean 'float32'"),
+        (changed(model={"name": None}), "model.name must be a name"),
     ],
 )
 def test_refusals_name_the_key_and_the_remedy(document: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_sweep(document)
+
+
+def test_two_entries_of_one_task_differ_in_length_or_answers_and_share_their_params() -> None:
+    """A cell names neither a task's parameters nor its depths."""
+    turns = {"name": "delayed_reference_turns_pydoc", "lengths_tokens": [900], "num_examples": 2}
+    entries = [{**turns, "params": {"distances": [1, 2]}}, {**turns, "lengths_tokens": [950]}]
+    with pytest.raises(ConfigError, match="with other params than an entry before it"):
+        parse_sweep(changed(tasks=entries))
+    assert len(parse_sweep(changed(tasks=[TASK, {**TASK, "max_new_tokens": 3}])).tasks) == 2
+
+
+def test_a_full_cache_with_options_is_no_baseline() -> None:
+    """Rows in few bits are measured by the full cache, as all others are."""
+    few_bits = {"name": "full", "options": {"quantize": "int8"}}
+    config = parse_sweep(changed(policies=[few_bits], budgets=[]))
+    assert [(policy.name, dict(policy.options)) for policy in config.policies] == [
+        ("full", {}),
+        ("full", few_bits["options"]),
+    ]
+    cells = list(cells_at(config, next(task_points(config))))
+    assert [cell.is_full for cell in cells] == [True, False]
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"model: [", b"- a", b"model: \x00"])
+def test_a_file_that_is_no_sweep_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "sweep.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"sweep\.yaml"):
+        load_sweep(tmp_path / "sweep.yaml")
 
 
 @pytest.mark.parametrize("budget", [0, 1.5, "64 parsecs", True])
@@ -112,6 +168,11 @@ def test_overrides_reach_nested_values() -> None:
     assert config.tasks[0].num_examples == 10
     assert config.policies[-1].budgets == (32,)
     assert config.policies[-1].options == {"kernel_size": 5, "pooling": "avg"}
+
+
+def test_an_override_that_is_no_yaml_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--set 'budgets=\\[64' is not valid YAML"):
+        fields.parse_override("budgets=[64")
 
 
 @pytest.mark.parametrize("text", ["tasks.0", "=3"])
