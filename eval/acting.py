@@ -58,6 +58,8 @@ def why_not_acting(
         at_end: the cache after decoding; generated rows may lie on top of the budget if the ledger names them.
         full_kv_bytes: what a full cache of the prompt stores.
     """
+    if cell.options.get("quantize") and not after_prompt.quantizes:
+        return f"rows are stored as they are, where quantize={cell.options['quantize']!r} was asked for"
     if not budget_binds(cell, allowed_rows, prompt_tokens):
         return None
     if after_prompt.statistics["publications"] < 1:

@@ -97,6 +97,8 @@ class CacheUse:
     tail_rows_mean: float
     # Whether stored rows stand for others: then no row goes, and bytes say whether the policy acted.
     replaces_rows: bool
+    # Whether rows are stored in few bits.
+    quantizes: bool
     statistics: Mapping[str, int]
 
 
@@ -119,6 +121,7 @@ def measure(cache: Any) -> CacheUse:
         transient_peak_bytes=int(ledger.transient_peak_bytes),
         tail_rows_mean=int(ledger.tail_rows) / len(rows),
         replaces_rows=bool(cache.composition.representation.replaces_rows),
+        quantizes=bool(cache.composition.quantizes),
         statistics={name: int(getattr(counted, name)) for name in names},
     )
 

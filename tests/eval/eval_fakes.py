@@ -26,6 +26,7 @@ def _composition() -> Any:
         minimum_rows=1,
         stored_heads=lambda geometry: geometry.num_kv_heads,
         representation=SimpleNamespace(replaces_rows=False),
+        quantizes=False,
     )
 
 

@@ -147,6 +147,20 @@ def test_a_policy_of_the_engine_that_selects_nothing_fails(loaded: LoadedModel, 
     assert {row.status for row in rows_of(rows, "full")} == {"ok"}
 
 
+def test_rows_that_were_to_be_quantized_and_are_not_fail(loaded: LoadedModel, tmp_path: Path) -> None:
+    build = EngineBuilder(loaded.model, loaded.tokenizer)
+
+    def forgetful(cell: Cell) -> Any:
+        return build(replace(cell, options={}))
+
+    policies = [{"name": name, "options": {"quantize": "int8"}, "budgets": [64]} for name in ("snapkv", "adakv")]
+    _, rows = run(loaded, tmp_path, forgetful, policies=policies, include_random=False)
+    for policy in ("snapkv", "adakv"):
+        assert "where quantize='int8' was asked for" in str(rows_of(rows, policy)[0].reason)
+    _, rows = run(loaded, tmp_path / "as asked", build, policies=policies, include_random=False)
+    assert {row.status for row in rows} == {"ok"}
+
+
 def test_a_policy_that_keeps_more_than_its_budget_fails(loaded: LoadedModel, tmp_path: Path) -> None:
     _, rows = run(loaded, tmp_path, lambda cell: FakeCache(keep_rows=80))
     assert "80.0 rows a head are stored where the budget allows 64" in str(rows_of(rows, "snapkv")[0].reason)
