@@ -33,7 +33,7 @@ OK = "ok"
 EQUALS_FULL = "equals-full"
 DID_NOT_ACT = "failed: policy did not act"
 
-# A loss of score up to this much is none to speak of.
+# A loss of score, or of nats per token where that is the measure, up to this much is none to speak of.
 DEFAULT_DELTA = 0.05
 
 
@@ -55,11 +55,13 @@ DONE = (OK, EQUALS_FULL)
 
 
 def outcome_of_difference(difference: Difference, delta: float) -> Outcome:
-    """The class of a measured `policy - full` in score; unmeasured where the examples are too few to say.
+    """The class of a measured `policy - full`, larger being better; unmeasured where the examples are too few to say.
 
     Degraded: the whole interval lies below `-delta`. Valid: it lies above, and the examples are enough to have met a
-    loss. An interval with `-delta` in it shows neither.
+    loss. An interval with `-delta` in it shows neither, and one example has no spread to make one of.
     """
+    if difference.n < 2:
+        return Outcome.UNMEASURED
     if difference.high < -delta:
         return Outcome.QUALITY_DEGRADED
     is_valid = difference.low > -delta and difference.supports_absence

@@ -24,6 +24,7 @@ def reading_notes(run: Mapping[str, Any], results: Sequence[Result]) -> list[str
         "a BCa bootstrap for graded scores and for NLL.",
         "Outcome: the score minus the full cache's, example by example. degraded: the whole interval lies below "
         f"-{delta:g}; valid: above it, at {SMOKE_BELOW} examples or more; otherwise the examples are too few to say. "
+        "Where nothing is generated, the negative NLL in nats per token takes the place of the score. "
         "equals-full: the budget takes nothing from any prompt, so nothing was run.",
         "Paired differences: this policy minus the other on the same examples at the same budget. By depth: score / "
         "NLL of the examples whose needle lies there; 0 is the beginning of the text.",

@@ -164,7 +164,7 @@ def _summary(
     elif not interpretable or measured is None or baseline is None:
         outcome, reason = Outcome.UNMEASURED, without_full
     else:
-        outcome, reason = _quality_outcome(measured, baseline, delta)
+        outcome, reason = _quality_outcome(measured, baseline, delta, is_likelihood=not has_canary)
     return CellSummary(
         cell=cell,
         status=OK if unfinished is None else unfinished.status,
@@ -183,11 +183,20 @@ def _needs_its_context(full: Measured, floor: Measured | None) -> bool:
     return round(full.score.mean - floor.score.mean, 9) >= MINIMUM_RANGE
 
 
-def _quality_outcome(measured: Measured, baseline: Measured, delta: float) -> tuple[Outcome, str | None]:
-    """Compared with the full cache example by example; the full cache itself is what the others are measured by."""
+def _quality_outcome(
+    measured: Measured, baseline: Measured, delta: float, *, is_likelihood: bool
+) -> tuple[Outcome, str | None]:
+    """Compared with the full cache example by example; the full cache itself is what the others are measured by.
+
+    A likelihood is compared in nats per token: as a share, which is its score, it is small whatever is lost.
+    """
     if measured is baseline:
         return Outcome.QUALITY_VALID, None
-    difference = paired_difference(measured.scores, baseline.scores)
+    ours, full = (
+        {key: -nll for key, nll in found.nlls.items()} if is_likelihood else found.scores
+        for found in (measured, baseline)
+    )
+    difference = paired_difference(ours, full)
     if difference is None:
         return Outcome.UNMEASURED, "no example that the full cache has as well"
     outcome = outcome_of_difference(difference, delta)

@@ -10,16 +10,19 @@ import pytest
 
 pytest.importorskip("evaluate")
 
+from hf_kvpolicy.eval.outcomes import Outcome
 from hf_kvpolicy.eval.packed import PackedRun
-from hf_kvpolicy.eval.report import markdown_table
+from hf_kvpolicy.eval.report import markdown_table, report_markdown
+from hf_kvpolicy.eval.report_overview import overview_table
 from hf_kvpolicy.eval.report_tables import depth_table, paired_table, quality_table, tables
-from hf_kvpolicy.eval.results import summaries_of
+from hf_kvpolicy.eval.results import results_of, summaries_of
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "benchmarks" / "smollm2-135m_cpu_2026-11-30_needle_retention.json"
 SHARED_PREFILL = ROOT / "benchmarks" / "smollm2-135m_cpu_2026-11-30_shared_prefill.json"
 CONDENSED = ROOT / "benchmarks" / "toy_cpu_2026-11-30_layer_condensed.json"
 ALLOCATION = ROOT / "benchmarks" / "smollm2-135m_cpu_2026-11-30_needle_allocation_3budgets.json"
+SURFACE = ROOT / "benchmarks" / "smollm2-135m_cpu_2026-11-30_surface.json"
 
 
 @pytest.mark.parametrize("records", [RECORDS, ALLOCATION], ids=lambda path: path.stem)
@@ -34,6 +37,43 @@ def test_the_tables_are_those_of_the_records(records: Path) -> None:
 def test_every_cell_of_the_records_was_measured(records: Path) -> None:
     summaries = summaries_of(PackedRun(records))
     assert all(summary.measured and summary.measured.n >= 20 for summary in summaries)
+
+
+def test_the_surface_is_that_of_its_records() -> None:
+    page, source = (ROOT / "docs" / "results.md").read_text(encoding="utf-8"), PackedRun(SURFACE)
+    results = results_of(source)
+    assert "\n".join(markdown_table(overview_table(result.summary for result in results))) in page
+    assert f"each of the {len(results)} cells" in page
+    report = SURFACE.with_suffix("") / "report.md"
+    found = report_markdown(source.read_run(), results, image=Path("report.png"))
+    assert report.read_text(encoding="utf-8") == found, "write this report anew with kvpolicy eval report"
+
+
+def test_what_the_page_says_of_the_surface_s_outcomes() -> None:
+    outcomes: dict[str, set[Outcome]] = {}
+    for summary in summaries_of(PackedRun(SURFACE)):
+        cell = summary.cell
+        assert summary.measured is not None
+        assert summary.measured.n == {"perplexity_pydoc": 4, "quote_pydoc": 19}.get(cell.task, 20)
+        if cell.matched_to is None and cell.policy not in ("full", "no_context"):
+            outcomes.setdefault(cell.label, set()).add(summary.outcome)
+    lossless = {label for label, found in outcomes.items() if Outcome.QUALITY_DEGRADED not in found}
+    assert lossless == {"headkv @ 512"}
+    assert outcomes["headkv @ 512"] == {Outcome.UNMEASURED}
+
+
+def test_what_the_page_says_of_the_surface_s_likelihoods() -> None:
+    found: dict[str, dict[str, float]] = {}
+    for title, group in tables(summaries_of(PackedRun(SURFACE))):
+        found[title] = {each.cell.label: each.measured.answer_nll.mean for each in group if each.measured is not None}
+    for nlls in found.values():
+        for label in ("fastgen(recovery=0.3354)", "minicache"):
+            assert nlls[label] > nlls[f"random @ rows of {label}"]
+    texts = next(nlls for title, nlls in found.items() if title.startswith("perplexity"))
+    lost = {label: nll - texts["full"] for label, nll in texts.items()}
+    assert [round(lost[f"sliding_window @ {budget}"], 2) for budget in (512, 128)] == [0.67, 0.93]
+    others = ("sliding_window", "random", "fastgen", "minicache")
+    assert max(nats for label, nats in lost.items() if not label.startswith(others)) < 0.165
 
 
 def test_the_ratios_of_a_shared_prefill_are_those_of_the_record() -> None:

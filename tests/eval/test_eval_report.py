@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,38 @@ def test_an_overview_has_a_line_a_policy_and_a_column_a_task_point() -> None:
     # made_row gives a wrong answer the NLL 3 + index / 10.
     assert table.rows == [["full", "1.00 / 0.10", "1.00 / 0.10"], ["snapkv @ 64", "0.00 / 3.10", ""]]
     assert not overview_table(summarise([*full(3), *policy(0, 3)])).rows
+
+
+def likelihoods(policy: str, nlls: list[float]) -> list[Row]:
+    """Rows of a task that generates nothing: the score is the likelihood itself."""
+    rows = [made_row(policy, index, budget=None if policy == "full" else 64) for index in range(len(nlls))]
+    return [
+        replace(
+            row,
+            cell={**row.cell, "max_new_tokens": 0},
+            example={**row.example, "metric": "likelihood"},
+            quality=replace(row.quality, answer_nll=nll, score=math.exp(-nll)),  # type: ignore[type-var]
+        )
+        for row, nll in zip(rows, nlls, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lost", "count", "outcome"),
+    [
+        (0.2, 60, Outcome.QUALITY_DEGRADED),
+        (0.01, 60, Outcome.QUALITY_VALID),
+        (0.2, 4, Outcome.QUALITY_DEGRADED),
+        (0.01, 4, Outcome.UNMEASURED),
+        (0.2, 1, Outcome.UNMEASURED),
+    ],
+)
+def test_likelihoods_are_compared_in_nats(lost: float, count: int, outcome: Outcome) -> None:
+    """At 4 nats a token a likelihood is 0.018, and no loss of it reaches 0.05."""
+    full_nlls = [4.0 + index / 100 for index in range(count)]
+    worse = [nll + lost + (-1) ** index / 1000 for index, nll in enumerate(full_nlls)]
+    summaries = summarise([*likelihoods("full", full_nlls), *likelihoods("snapkv", worse)])
+    assert [summary.outcome for summary in summaries] == [Outcome.QUALITY_VALID, outcome]
 
 
 def test_outcomes_compare_with_the_full_cache_example_by_example() -> None:
