@@ -242,7 +242,7 @@ def _ragged(pool: _Pool, layer: int, facts: Mapping[str, Any], tail_width: int, 
         n + tail_width <= room for n, room in zip(lengths, capacities, strict=True)
     )
     used = _ragged_used(lengths, capacities, tail_width, spare is not None) if fits else []
-    coded = [blocks * facts["block_rows"] for blocks in facts["blocks"]] if "blocks" in facts else [0] * len(used)
+    coded = facts.get("coded", [0] * len(used))
     used, capacities = ([a - b for a, b in zip(part, coded, strict=False)] for part in (used, capacities))
     sound = fits and sum(used) == keys.shape[0] == values.shape[0] and columns.dtype == tokens.dtype == torch.int32
     # An open map tells of the dead slot too, even where the buffers have no room for it yet.
@@ -260,7 +260,7 @@ def _ragged(pool: _Pool, layer: int, facts: Mapping[str, Any], tail_width: int, 
         into_keys, into_values = rows.owner(owner, used[owner])
         into_keys.copy_(key)
         into_values.copy_(value)
-    rows = joined_owners(pool.take, f"layer.{layer}", facts, rows)
+    rows = joined_owners(pool.take, pool.take_if_any, f"layer.{layer}", facts, rows)
     table = RaggedMap(
         columns_P=columns,
         tokens_P=tokens,
