@@ -244,6 +244,7 @@ def _ragged(pool: _Pool, layer: int, facts: Mapping[str, Any], tail_width: int, 
     used = _ragged_used(lengths, capacities, tail_width, spare is not None) if fits else []
     coded = facts.get("coded", [0] * len(used))
     used, capacities = ([a - b for a, b in zip(part, coded, strict=False)] for part in (used, capacities))
+    fits = fits and all(n >= 0 for n in used)
     sound = fits and sum(used) == keys.shape[0] == values.shape[0] and columns.dtype == tokens.dtype == torch.int32
     # An open map tells of the dead slot too, even where the buffers have no room for it yet.
     told = sum(lengths) + (0 if spare is None else len(lengths))

@@ -79,7 +79,7 @@ def decode_owners(
     dims = (rows.keys_ND.shape[1], rows.values_ND.shape[1])
     keys, values = _taken(take, name, facts["bits"], dims, rows.keys_ND.dtype, rows.device)
     counts, slots, places = tuple(facts["blocks"]), tuple(facts["coded"]), take_if_any(f"{name}.places", rows.device)
-    owned = len(counts) == len(slots) == len(rows.starts)
+    owned = len(counts) == len(slots) == len(rows.starts) and min(*counts, *slots) >= 0
     if not owned or keys.codes_BSNGX.shape[2:4] != (sum(counts), facts["block_rows"]):
         _refuse(name)
     blocks = OwnerBlocks(keys=keys, values=values, counts=counts, slots=slots, places_C=places)
