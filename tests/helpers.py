@@ -184,8 +184,18 @@ def policy_units() -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-# Policies of each schedule, and one whose heads hold different numbers of rows.
-QUANTIZING = ("full", "snapkv", "streaming_llm", "h2o", "scissorhands", "sliding_window", "adakv")
+# Policies of each schedule, and those whose heads or layers hold different numbers of rows.
+QUANTIZING = (
+    "full",
+    "snapkv",
+    "streaming_llm",
+    "h2o",
+    "scissorhands",
+    "sliding_window",
+    "adakv",
+    "fastgen",
+    "pyramidinfer",
+)
 
 
 def quantized_units() -> list[tuple[str, dict[str, Any]]]:

@@ -112,12 +112,6 @@ class Composition:
                 "and what stands for others is not chosen from. Such a policy selects nothing: leave out budget and "
                 f"schedule, and use {stored} storage."
             )
-        if self.representation.quantizes and self.storage == "ragged" and self.schedule != "end_of_prefill":
-            raise ManifestError(
-                f"{self.policy}: rows of owners of unequal length leave one by one while it decodes, or while a prompt "
-                "runs, and are not quantized. Leave quantize out, or use a policy that decides at the end of a prompt, "
-                "such as snapkv or adakv."
-            )
         if self.representation.quantizes and self.budget is not None and self.budget.kind == "bytes":
             raise BudgetError(
                 f"{self.policy}: how many bytes a quantized row takes depends on how many of its block live, so "

@@ -244,8 +244,9 @@ def _ragged(
         n + tail_width <= room for n, room in zip(lengths, capacities, strict=True)
     )
     used = _ragged_used(lengths, capacities, tail_width, spare is not None) if fits else []
-    coded = [blocks * facts["block_rows"] for blocks in facts["blocks"]] if "blocks" in facts else [0] * len(used)
+    coded = facts.get("coded", [0] * len(used))
     used, capacities = ([a - b for a, b in zip(part, coded, strict=False)] for part in (used, capacities))
+    fits = fits and all(n >= 0 for n in used)
     sound = fits and sum(used) == keys.shape[0] == values.shape[0] and columns.dtype == tokens.dtype == torch.int32
     # An open map tells of the dead slot too, even where the buffers have no room for it yet.
     told = sum(lengths) + (0 if spare is None else len(lengths))
@@ -262,7 +263,7 @@ def _ragged(
         into_keys, into_values = rows.owner(owner, used[owner])
         into_keys.copy_(key)
         into_values.copy_(value)
-    rows = joined_owners(pool.take, f"layer.{layer}", facts, rows)
+    rows = joined_owners(pool.take, pool.take_if_any, f"layer.{layer}", facts, rows)
     table = RaggedMap(
         columns_P=columns,
         tokens_P=tokens,

@@ -15,12 +15,14 @@ from ..errors import IntegrityError
 from ..storage import DenseRows, RaggedRows
 from ..storage.coded import CodedRows, with_blocks
 from ..storage.codes import CHANNEL_AXIS, CODE_BITS, ROW_AXIS, CodedTensor, code_bytes
+from ..storage.owner_blocks import OwnerBlocks
 from ..storage.ragged_coded import CodedRaggedRows, with_owner_blocks
 
 __all__ = ["decode_blocks", "decode_owners", "encode_blocks", "encode_owners", "owner_facts"]
 
 _PARTS = ("codes", "scales", "zeros")
 Take = Callable[[str, torch.device], Tensor]
+TakeIfAny = Callable[[str, torch.device], Tensor | None]
 
 
 def encode_blocks(layer: int, rows: DenseRows) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -48,7 +50,13 @@ def owner_facts(rows: RaggedRows) -> dict[str, Any]:
     """Return the facts of the blocks of ragged rows."""
     if not isinstance(rows, CodedRaggedRows):
         return {}
-    return {"blocks": list(rows.blocks), "block_rows": rows.block_rows, "bits": rows.key_blocks.bits}
+    blocks = rows.blocks
+    return {
+        "blocks": list(blocks.counts),
+        "coded": list(blocks.slots),
+        "block_rows": blocks.block_rows,
+        "bits": blocks.keys.bits,
+    }
 
 
 def encode_owners(name: str, rows: RaggedRows, used: Sequence[int]) -> tuple[RaggedRows, list[int], dict[str, Tensor]]:
@@ -56,20 +64,29 @@ def encode_owners(name: str, rows: RaggedRows, used: Sequence[int]) -> tuple[Rag
     if not isinstance(rows, CodedRaggedRows):
         return rows, list(used), {}
     left = [slots - coded for slots, coded in zip(used, rows.coded, strict=True)]
-    return rows.plain(), left, _named(name, rows.key_blocks, rows.value_blocks)
+    tensors, places = _named(name, rows.blocks.keys, rows.blocks.values), rows.blocks.places_C
+    return rows.plain(), left, tensors | ({} if places is None else {f"{name}.places": places})
 
 
-def decode_owners(take: Take, name: str, facts: Mapping[str, Any], rows: RaggedRows) -> CodedRaggedRows:
+def decode_owners(
+    take: Take, take_if_any: TakeIfAny, name: str, facts: Mapping[str, Any], rows: RaggedRows
+) -> CodedRaggedRows:
     """Return ragged rows with each owner's blocks before them.
 
     Raises:
         IntegrityError: facts and tensors do not belong together.
     """
     dims = (rows.keys_ND.shape[1], rows.values_ND.shape[1])
-    blocks = _taken(take, name, facts["bits"], dims, rows.keys_ND.dtype, rows.device)
-    if blocks[0].codes_BSNGX.shape[2:4] != (sum(facts["blocks"]), facts["block_rows"]):
+    keys, values = _taken(take, name, facts["bits"], dims, rows.keys_ND.dtype, rows.device)
+    counts, slots, places = tuple(facts["blocks"]), tuple(facts["coded"]), take_if_any(f"{name}.places", rows.device)
+    owned = len(counts) == len(slots) == len(rows.starts) and min(*counts, *slots) >= 0
+    if not owned or keys.codes_BSNGX.shape[2:4] != (sum(counts), facts["block_rows"]):
         _refuse(name)
-    return with_owner_blocks(rows, blocks, tuple(facts["blocks"]))
+    blocks = OwnerBlocks(keys=keys, values=values, counts=counts, slots=slots, places_C=places)
+    placed = blocks.all_places if places is None else places.numel()
+    if placed != sum(slots) or (places is not None and places.dtype != torch.int32) or blocks.faults():
+        _refuse(name)
+    return with_owner_blocks(rows, blocks)
 
 
 def _named(name: str, keys: CodedTensor, values: CodedTensor) -> dict[str, Tensor]:

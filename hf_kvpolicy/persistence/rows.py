@@ -15,6 +15,7 @@ from ..storage import DenseRows, RaggedRows
 __all__ = ["blocks_of_owners", "decode_rows", "encode_rows", "joined_owners", "split_owners"]
 
 Take = Callable[[str, torch.device], Tensor]
+TakeIfAny = Callable[[str, torch.device], Tensor | None]
 
 
 def encode_rows(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -39,7 +40,7 @@ def encode_rows(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def decode_rows(
     take: Take,
-    take_if_any: Callable[[str, torch.device], Tensor | None],
+    take_if_any: TakeIfAny,
     facts: Mapping[str, Any],
     devices: Sequence[torch.device],
 ) -> tuple[DenseRows, ...]:
@@ -87,7 +88,9 @@ def split_owners(name: str, rows: RaggedRows, used: Sequence[int]) -> tuple[Ragg
     return encode_owners(name, rows, used)
 
 
-def joined_owners(take: Take, name: str, facts: Mapping[str, Any], rows: RaggedRows) -> RaggedRows:
+def joined_owners(
+    take: Take, take_if_any: TakeIfAny, name: str, facts: Mapping[str, Any], rows: RaggedRows
+) -> RaggedRows:
     """Return ragged rows with the blocks that their facts name; themselves where they name none.
 
     Raises:
@@ -97,4 +100,4 @@ def joined_owners(take: Take, name: str, facts: Mapping[str, Any], rows: RaggedR
         return rows
     from .coded import decode_owners
 
-    return decode_owners(take, name, facts, rows)
+    return decode_owners(take, take_if_any, name, facts, rows)

@@ -138,6 +138,19 @@ class RaggedRows:
             tail_rows=behind,
         )
 
+    def taken(self, slots_N: Tensor, lengths: Sequence[int]) -> RaggedRows:
+        """Return buffers of some slots of each owner, given owner after owner, in this order (always a copy)."""
+        new = RaggedRows.allocate(self.keys_ND, self.values_ND, [growth_slots(n) for n in lengths], self.heads)
+        device = self.device
+        counts_O = torch.tensor(lengths, device=device)
+        owner_N = torch.repeat_interleave(counts_O, output_size=sum(lengths))
+        source_N = self.starts_O.long()[owner_N] + slots_N.to(device)
+        first_O = new.starts_O.long() - (counts_O.cumsum(0) - counts_O)
+        target_N = first_O[owner_N] + torch.arange(sum(lengths), device=device)
+        new.keys_ND.index_copy_(0, target_N, self.keys_ND.index_select(0, source_N))
+        new.values_ND.index_copy_(0, target_N, self.values_ND.index_select(0, source_N))
+        return new
+
     def batch(self, index: Sequence[int]) -> RaggedRows:
         """Return buffers with their batch rows selected, repeated or reordered (always a copy, slack included)."""
         owners = owners_of(index, self.heads)
@@ -195,13 +208,4 @@ class RaggedLayer:
         """Return the layer with every owner's rows in order and without a dead slot; a copy unless they lie so."""
         if not self.map.is_open:
             return self
-        old, lengths, heads = self.rows, self.map.lengths, self.map.heads
-        new = RaggedRows.allocate(old.keys_ND, old.values_ND, [growth_slots(n) for n in lengths], heads)
-        device, counts_O = old.keys_ND.device, torch.tensor(lengths, device=old.keys_ND.device)
-        owner_N = torch.repeat_interleave(counts_O, output_size=sum(lengths))
-        source_N = old.starts_O.long()[owner_N] + self.map.slots().to(device)
-        first_O = new.starts_O.long() - (counts_O.cumsum(0) - counts_O)
-        target_N = first_O[owner_N] + torch.arange(sum(lengths), device=device)
-        new.keys_ND.index_copy_(0, target_N, old.keys_ND.index_select(0, source_N))
-        new.values_ND.index_copy_(0, target_N, old.values_ND.index_select(0, source_N))
-        return RaggedLayer(rows=new, map=self.map.ordered())
+        return RaggedLayer(rows=self.rows.taken(self.map.slots(), self.map.lengths), map=self.map.ordered())

@@ -123,6 +123,17 @@ class RaggedMap:
         padded = replace(self, columns_P=columns, tokens_P=tokens, states_PX=states)
         return padded._taken(source_P, self.lengths, self.lengths_O)
 
+    def with_spare_behind(self, moves_O: Tensor) -> RaggedMap:
+        """Return an open map in which the dead slot of some owners, bool [O], lies behind their rows, which move up."""
+        assert self.spare_O is not None, "an ordered map has no dead slot"
+        counts_O = self.lengths_O.long() + 1
+        owner_P = torch.repeat_interleave(counts_O, output_size=self.tokens_P.shape[0])
+        place_P = torch.arange(owner_P.shape[0], device=self.device)
+        slot_P = place_P - (counts_O.cumsum(0) - counts_O)[owner_P]
+        first_O = torch.where(moves_O, self.spare_O, self.lengths_O)
+        up_P = (slot_P >= first_O[owner_P]) & (slot_P < self.lengths_O[owner_P])
+        return self._taken(place_P + up_P, self.lengths, torch.where(moves_O, self.lengths_O, self.spare_O))
+
     def owners(self) -> list[RowMap]:
         """Return each owner's rows, ascending, as a map [1, 1, n] (of an ordered map, windows on this one)."""
         table, lengths = self.ordered(), list(self.lengths)

@@ -217,25 +217,28 @@ def owners(bits: int = 8, tail: int = 2) -> tuple[RaggedRows, CodedRaggedRows, l
         keys, values = plain.owner(owner, n)
         keys.copy_(rows(n, 5, seed=owner))
         values.copy_(rows(n, 4, seed=9 + owner))
-    return plain, code_owners(plain, used, live, bits=bits, block_rows=BLOCK), used, live
+    due = [due_blocks(n, BLOCK) for n in used]
+    coded = code_owners(plain, used, live, due, bits=bits, block_rows=BLOCK)
+    assert isinstance(coded, CodedRaggedRows)
+    return plain, coded, used, live
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_every_owner_keeps_its_rows(bits: int) -> None:
     plain, coded, used, live = owners(bits)
-    assert coded.blocks == tuple(due_blocks(n, BLOCK) for n in used)
+    assert coded.blocks.counts == tuple(due_blocks(n, BLOCK) for n in used)
     first = 0
     for owner, n in enumerate(used):
-        start = coded.blocks[owner] * BLOCK
+        start = coded.coded[owner]
         pairs = zip(plain.owner(owner, n), coded.owner(owner, n), strict=True)
         for part, (whole, read) in enumerate(pairs):
             assert torch.equal(read[start:], whole[start:])
-            store = (coded.key_blocks, coded.value_blocks)[part]
+            store = (coded.blocks.keys, coded.blocks.values)[part]
             for slot in range(start):
                 block, row = divmod(slot, BLOCK)
                 scale = store.scales[0, 0, first + block, 0 if part == 0 else row]
                 assert not live[owner][slot] or ((read[slot] - whole[slot]).abs() <= scale / 2 + 1e-5).all()
-        first += coded.blocks[owner]
+        first += coded.blocks.counts[owner]
     table = RaggedMap.of([(torch.arange(n, dtype=torch.int32),) * 2 for n in LENGTHS], 2)
     view = coded.view(table, 2)
     for owner, n in enumerate(used):
@@ -254,10 +257,11 @@ def test_owners_are_written_grown_chosen_and_coded_again() -> None:
         assert torch.equal(values[n:], new[1][owner // 2, owner % 2])
         assert torch.equal(keys[:n], coded.owner(owner, n)[0])
     more = [torch.cat([own, torch.ones(9, dtype=torch.bool)]) for own in live]
-    again = code_owners(larger, [n + 9 for n in used], more, bits=8, block_rows=BLOCK)
-    assert again.blocks == tuple(due_blocks(n + 9, BLOCK) for n in used)
-    for owner, blocks in enumerate(coded.blocks):
-        kept = blocks * BLOCK
+    due = [due_blocks(n + 9 - done, BLOCK) for n, done in zip(used, coded.coded, strict=True)]
+    again = code_owners(larger, [n + 9 for n in used], more, due, bits=8, block_rows=BLOCK)
+    assert isinstance(again, CodedRaggedRows)
+    assert again.blocks.counts == tuple(due_blocks(n + 9, BLOCK) for n in used)
+    for owner, kept in enumerate(coded.coded):
         assert torch.equal(again.owner(owner, kept)[0], coded.owner(owner, kept)[0]), "no block is changed"
     for other, index in ((again.copied(), (0, 1)), (again.batch([1, 0, 1]), (1, 0, 1))):
         for row, source in enumerate(index):
@@ -271,10 +275,10 @@ def test_bytes_of_owners_are_counted_one_by_one() -> None:
     _, coded, used, live = owners(4)
     expected = 0
     for owner, n in enumerate(used):
-        start = coded.blocks[owner] * BLOCK
+        start = coded.coded[owner]
         for slot in range(n):
             expected += int(live[owner][slot]) * ((3 + 2 + 2 * 4) if slot < start else 4 * (5 + 4))
-        for block in range(coded.blocks[owner]):
+        for block in range(coded.blocks.counts[owner]):
             expected += 2 * 4 * 5 if live[owner][block * BLOCK : block * BLOCK + BLOCK].any() else 0
     assert coded.payload_bytes(live) == expected
     assert coded.slot_bytes + 4 * len(used) == sum(t.untyped_storage().nbytes() for t in coded.tensors())

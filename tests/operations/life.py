@@ -13,7 +13,7 @@ from helpers import PRUNING, forward, make_cache, policy_units, prompt, quantize
 from merged import MergedOracle, SegmentsOracle
 from oracle import MAX_HELD_BACK, Oracle
 from pruned import PrunedOracle
-from quantized import QuantizedOracle
+from quantized import QuantizedOracle, QuantizedPrunedOracle
 
 import hf_kvpolicy as kv
 from hf_kvpolicy.contract import Phase
@@ -88,8 +88,8 @@ class Life:
     def __init__(self, case: Any, family: str) -> None:
         self.model = tiny(family)
         cache = make_cache(case[0], self.model, **case[1])
-        kind = QuantizedOracle if cache.composition.quantizes else ORACLES.get(case[0], Oracle)
-        oracle = (PrunedOracle if case[0] in PRUNING else kind).of(cache)
+        kinds = (QuantizedOracle, QuantizedPrunedOracle) if cache.composition.quantizes else (Oracle, PrunedOracle)
+        oracle = ORACLES.get(case[0], kinds[case[0] in PRUNING]).of(cache)
         if isinstance(oracle, MergedOracle):
             oracle.merges_none = cache.composition.representation.merges_none
         self.lanes = [(cache, oracle)]

@@ -129,21 +129,29 @@ def poison_ragged(snapshot: Any) -> int:
 
 def poison_owners(stored: Any, tail: Any) -> int:
     """As `poison_ragged`, behind the blocks of every owner; dead rows in blocks as in `poison_blocks`."""
-    inside, plain, first = 0, stored.rows.plain(), 0
+    inside, plain, blocks = 0, stored.rows.plain(), stored.rows.blocks
+    # Places that no slot names: of rows that were dropped.
+    named = torch.zeros(blocks.all_places, dtype=torch.bool)
+    named[blocks.places()] = True
     for owner, (base, coded) in enumerate(zip(stored.map.lengths, stored.rows.coded, strict=True)):
         dead = torch.zeros(base, dtype=torch.bool)
         if tail is not None:
             dead = torch.cat([dead, ~tail.live_BMW[owner // stored.map.heads, 0]])
+        spare = stored.map.spare_O
         for buffer in plain.owner(owner, plain.capacities[owner]):
-            buffer[dead.shape[0] - coded :] = float("nan")
+            buffer[dead.shape[0] - coded + (spare is not None) :] = float("nan")
             buffer[: dead.shape[0] - coded][dead[coded:]] = 1e30
-        own = slice(first, first + stored.rows.blocks[owner])
-        first, in_blocks = own.stop, dead[:coded].view(-1, stored.rows.block_rows)
-        for store in (stored.rows.key_blocks, stored.rows.value_blocks):
-            store.codes_BSNGX[0, 0, own][in_blocks] = 127
-        stored.rows.value_blocks.scales[0, 0, own][in_blocks] = 1e30
+            if spare is not None and int(spare[owner]) - coded < buffer.shape[0]:
+                buffer[int(spare[owner]) - coded] = float("nan")
+        places = blocks.places().split(list(blocks.slots))[owner]
+        named[places[dead[:coded]]] = False
         inside += int(dead.sum())
-    return inside
+    unnamed = ~named.view(1, 1, -1, blocks.block_rows)
+    for store in (blocks.keys, blocks.values):
+        store.codes_BSNGX[unnamed] = 127
+    blocks.values.scales[unnamed] = blocks.values.zeros[unnamed] = 1e30
+    blocks.keys.scales[unnamed.all(-1)] = 1e30
+    return inside + int(unnamed.sum())
 
 
 class Pair:

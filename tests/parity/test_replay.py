@@ -27,7 +27,7 @@ import hf_kvpolicy as kv
 from hf_kvpolicy.replay import CapturedPrompt, can_replay, capture_prompt, replay_prompt
 
 UNREPLAYED = (*PRUNING, *TRAINED)
-CASES = [("full", {}), *(case for case in policy_units() if case[0] not in UNREPLAYED), *quantized_units()]
+CASES = [("full", {}), *(case for case in [*policy_units(), *quantized_units()] if case[0] not in UNREPLAYED)]
 
 
 def made(name: str, model: Any, options: dict[str, Any]) -> Any:

@@ -32,7 +32,7 @@ from torch import Tensor
 import hf_kvpolicy as kv
 from hf_kvpolicy.registry import policy_class
 
-CASES = [*(case for case in policy_units() if case[0] not in PRUNING), *quantized_units(), ("full", {})]
+CASES = [*(case for case in [*policy_units(), *quantized_units()] if case[0] not in PRUNING), ("full", {})]
 # What a pruned prompt or a block of an answer drops is never computed or gone at once: nothing of it can wait.
 REFUSE_RECORDING = [case for case in policy_units() if case[0] in PRUNING]
 REJECTED = (0, 1, 4)

@@ -127,6 +127,32 @@ def test_a_contradicting_record(saved: Any, change: Any, error: type[Exception],
     refuse(place, model, error, match)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda blocks: blocks["coded"].reverse(),
+        lambda blocks: blocks["blocks"].reverse(),
+        lambda blocks: blocks["blocks"].pop(),
+        lambda blocks: blocks.update(coded=[blocks["coded"][0] + 1, *blocks["coded"][1:]]),
+        lambda blocks: blocks.update(block_rows=3),
+        lambda blocks: blocks.update(bits=4),
+        lambda blocks: blocks.pop("coded"),
+    ],
+)
+def test_blocks_that_contradict_their_owners(tmp_path: Path, change: Any) -> None:
+    model, place = tiny("llama"), tmp_path / "cache"
+    cache = kv.AdaKVCache(model, budget=20, window=3, alpha=1.0, quantize="int8", block_rows=2)
+    with torch.no_grad():
+        forward(model, prompt(30, 1), cache)
+        forward(model, prompt(1, 2), cache)
+        forward(model, prompt(7, 3), cache)
+    cache.save_pretrained(place)
+    layers = json.loads((place / RECORD).read_text())["record"]["snapshot"]["ragged"]
+    layer = next(i for i, facts in enumerate(layers) if len(set(facts["coded"])) > 1 < len(set(facts["blocks"])))
+    rewritten(place, lambda record: change(record["snapshot"]["ragged"][layer]))
+    refuse(place, model, kv.IntegrityError, "contradict|does not explain|wrong form|lacks")
+
+
 def test_tensors_that_contradict_the_counts(saved: Any) -> None:
     from hf_kvpolicy.persistence.files import described, file_sha256
 

@@ -369,7 +369,7 @@ print(json.dumps(sorted(name for name in sys.modules if name.startswith("hf_kvpo
     new = {"engine.merged", "storage.merged", "persistence.pairs", "replacements"}
     new |= {"engine.merged_tokens", "engine.token_frame", "storage.trailing", "replaced_segments"}
     new |= {"engine.coded", "engine.coded_again", "storage.coded", "storage.codes", "persistence.coded"}
-    new |= {"representation.quantized", "engine.ragged.coded", "storage.ragged_coded"}
+    new |= {"representation.quantized", "engine.ragged.coded", "storage.ragged_coded", "storage.owner_blocks"}
     new |= {"engine.condensed", "replaced_pairs", "replaced_layers", "repeating"}
     assert not {f"hf_kvpolicy.{name}" for name in new} & set(loaded)
     for name in new:

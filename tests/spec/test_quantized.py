@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,19 @@ import pytest
 import torch
 from helpers import (
     case_id,
+    content,
     forward,
     generate,
     kept_positions,
     left_padded,
     prompt,
     quantized_units,
-    small_options,
     tiny,
 )
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_kvpolicy as kv
-from hf_kvpolicy.storage import DenseRows, RaggedRows
+from hf_kvpolicy.storage import DenseRows, RaggedRows, growth_slots
 from hf_kvpolicy.storage.coded import CodedRows
 
 BLOCK = 4
@@ -39,9 +40,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "pyramidkv": {"budget": 24, "window": 4, "kernel_size": 3, "beta": 4},
     "headkv": {"budget": 24, "window": 4, "kernel_size": 3, "profile": [[1.0, 6.0], [3.0, 0.0]]},
     "zigzagkv": {"budget": 24, "window": 4, "kernel_size": 3},
+    "fastgen": {"budget": 24, "recovery": 0.7, "sinks": 2, "punctuation_token_ids": range(20, 32)},
+    "pyramidinfer": {"budget": 24, "decay": 0.6, "sinks": 2, "min_context": 2, "decode_block": 3, "decode_ratio": 0.5},
 }
 UNITS = [("h2o", {"unit": "layer"}), ("h2o", {"unit": "token"}), ("snapkv", {"owner": "query_head"})]
-RAGGED = ("adakv", "pyramidkv", "headkv", "zigzagkv")
+RAGGED = ("adakv", "pyramidkv", "headkv", "zigzagkv", "fastgen", "pyramidinfer")
 CASES = [*((name, {}) for name in OPTIONS), *UNITS]
 
 
@@ -175,6 +178,95 @@ def test_blocks_do_not_pile_up(name: str) -> None:
     assert cache.ledger().payload_rows == 2 * 2 * 24
 
 
+def most_blocks(rows: int) -> int:
+    """Return how many blocks an owner of so many rows may have: all but one are more than half full as one is made."""
+    return rows // (BLOCK // 2 + 1) + 1
+
+
+def blocks_of_tokens(cache: Any) -> dict[tuple[int, int, int], int]:
+    """Return the block in which a ragged row of a layer, owner and token lies."""
+    found = {}
+    for index, layer in enumerate(cache._runtime.snapshot.packed().ragged):
+        if not layer.rows.coded_slots:
+            continue
+        blocks = layer.rows.blocks
+        places = blocks.places().split(list(blocks.slots))
+        for owner, table in enumerate(layer.map.owners()):
+            tokens = table.tokens_BMW[0, 0].tolist()
+            # Behind them lie the tail's rows, none of which is dropped here.
+            found |= {(index, owner, token): int(at) // BLOCK for token, at in zip(tokens, places[owner], strict=False)}
+    return found
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_what_stays_in_a_block_is_coded_once(name: str) -> None:
+    """Decoding, the next turn and packing leave a row's codes alone unless its block is half empty by then."""
+    model, again = tiny("llama"), 0
+    cache = quantized(name, model, "int4")
+    with torch.no_grad():
+        forward(model, prompt(40), cache)
+        for step, width in enumerate([*[1] * 24, 6, *[1] * 9, 5, *[1] * 9]):
+            before, was = blocks_of_tokens(cache), content(cache)
+            forward(model, prompt(width, step), cache)
+            now = content(cache)
+            heads = cache.geometry.num_kv_heads
+            left = [key for key in before if key[2] in now[f"tokens {key[0]} 0 {key[1] % heads}"]]
+            stays = Counter((layer, owner, before[layer, owner, token]) for layer, owner, token in left)
+            for layer, owner, token in left:
+                where = f"{layer} 0 {owner % heads}"
+                old, new = (held[f"tokens {where}"].index(token) for held in (was, now))
+                same = torch.equal(was[f"keys {where}"][old], now[f"keys {where}"][new])
+                again += not same
+                assert same or stays[layer, owner, before[layer, owner, token]] <= BLOCK // 2
+    if name in ("fastgen", "pyramidinfer"):
+        assert again, "some blocks were repacked"
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_bytes_of_ragged_blocks_stay_bounded(name: str) -> None:
+    """Many short turns and answers: what dropped rows leave behind is given up."""
+    model, most_rows = tiny("llama"), 0
+    cache = quantized(name, model)
+    with torch.no_grad():
+        forward(model, prompt(40), cache)
+        for step in range(96):
+            forward(model, prompt(5 if step % 16 == 15 else 1, step), cache)
+            for layer in cache._runtime.snapshot.ragged:
+                if not layer.rows.coded_slots:
+                    continue
+                rows = [n + cache._runtime.snapshot.tail_width for n in layer.map.lengths]
+                most_rows = max(most_rows, *rows)
+                assert max(layer.rows.blocks.counts) <= most_blocks(most_rows)
+                # A residual and its slack.
+                assert layer.rows.plain().slots <= len(rows) * growth_slots(3 * BLOCK)
+    ledger = cache.ledger()
+    assert most_rows <= 24 * 2 + 16, "the budget, what its owner is given more, and one answer"
+    assert ledger.declared_bytes == ledger.measured_bytes
+
+
+@pytest.mark.parametrize("limit", [None, 24])
+def test_fastgen_decodes_long_without_a_leak(limit: int | None) -> None:
+    """At every step rows die in blocks: slots are those of the rows that live, twice over, and of a residual."""
+    model = tiny("llama")
+    cache = quantized("fastgen", model, budget=limit)
+    # Codes of keys and values, scale and zero of values; scales and zeros of a block's keys; a row that is not coded.
+    coded_bytes, block_bytes, plain_bytes = 2 * 8 + 2 * 4, 2 * 8 * 4, 2 * 8 * 4
+    with torch.no_grad():
+        forward(model, prompt(40), cache)
+        for step in range(160):
+            forward(model, prompt(1, step), cache)
+            ledger, most = cache.ledger(), 0
+            assert ledger.declared_bytes == ledger.measured_bytes
+            for layer in cache._runtime.snapshot.ragged:
+                # Up to two blocks of rows may have died since blocks were repacked.
+                rows = [n + 2 * BLOCK if limit is None else limit for n in layer.map.lengths]
+                blocks = [most_blocks(n) for n in rows]
+                assert all(a <= b for a, b in zip(layer.rows.blocks.counts, blocks, strict=True))
+                most += sum(blocks) * (BLOCK * coded_bytes + block_bytes) + 4 * sum(rows)
+                most += len(rows) * growth_slots(3 * BLOCK) * plain_bytes
+            assert ledger.payload_bytes + ledger.slack_bytes <= most
+
+
 def test_a_budget_within_the_residual_is_never_quantized() -> None:
     model = tiny("llama")
     cache, plain = (kv.H2OCache(model, budget=8, **o) for o in ({"quantize": "int4"}, {}))
@@ -280,16 +372,6 @@ def test_the_manifest_names_what_is_quantized() -> None:
     manifest = quantized("snapkv", model).manifest
     assert type(manifest).from_dict(manifest.to_dict()) == manifest
     assert kv.make_cache("snapkv", config, budget=8, window=3).composition.representation.name == "original_kv_rows"
-
-
-NOT_QUANTIZED = ["fastgen", "pyramidinfer"]
-
-
-@pytest.mark.proves("quantized", family="llama", refused=True)
-@pytest.mark.parametrize("name", NOT_QUANTIZED)
-def test_ragged_rows_that_leave_one_by_one_are_not_quantized(name: str) -> None:
-    with pytest.raises(kv.ManifestError, match=r"are not quantized\. Leave quantize out, or use .* snapkv or adakv"):
-        kv.make_cache(name, tiny("llama").config, **small_options(name), quantize="int8")
 
 
 @pytest.mark.proves("quantized", policy="minicache", family="llama", refused=True)

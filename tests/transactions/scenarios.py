@@ -32,12 +32,14 @@ def _is_double(name: str, options: dict[str, Any]) -> bool:
     return name in ("sliding_window", "streaming_llm") and options.get("unit", "token") != "token"
 
 
-QUANTIZED = [case for case in quantized_units() if case[0] in ("snapkv", "h2o", "streaming_llm")]
+QUANTIZED = [
+    case for case in quantized_units() if case[0] in ("snapkv", "h2o", "streaming_llm", "fastgen", "pyramidinfer")
+]
 CASES: list[Case] = [("full", {}), *(case for case in policy_units() if not _is_double(*case)), *QUANTIZED]
 CHUNKED: list[Case] = [
     (name, {**options, "chunked_prefill": "hold"})
     for name, options in CASES
-    if "chunked_prefill" in policy_options(name) and options.get("unit", "head") != "layer"
+    if "chunked_prefill" in policy_options(name) and options.get("unit", "head") != "layer" and name not in PRUNING
 ]
 
 

@@ -83,6 +83,7 @@ class RaggedDecodeStep(RaggedForward):
 
     def attended(self, layer: int, query_BQTD: Tensor, step: LayerStep, record: MaskRecord, scaling: float) -> None:
         """Nothing is packed: the row already lies in its slot."""
+        self.note_view(layer)
         if self.is_new_buffer(layer):
             self.note_transient(0)
         self.transaction.enter_through(layer, Phase.PACK)

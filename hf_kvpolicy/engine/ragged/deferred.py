@@ -106,4 +106,4 @@ def _candidates(snapshot: Snapshot, layer: int, tail: LiveTail) -> OwnerCandidat
     def slots(owner: int) -> tuple[Tensor, Tensor]:
         return rows.owner(owner, base.lengths[owner] + tail.width)
 
-    return OwnerCandidates(slots=slots, base=base, tail=tail)
+    return OwnerCandidates(slots=slots, base=base, tail=tail, stored=rows)

@@ -99,7 +99,15 @@ class RaggedForward(Step):
 
     def fresh_buffers(self) -> list[Tensor]:
         """Return the tensors of buffers that this forward made."""
-        return [t for layer, rows in self.buffers.items() if self.is_new_buffer(layer) for t in rows.tensors()]
+        return [t for layer, rows in self.buffers.items() for t in self.made(layer, rows)]
+
+    def made(self, layer: int, rows: RaggedRows) -> list[Tensor]:
+        """Return the tensors of a layer's buffers that are not published: blocks of coded rows may be shared."""
+        published = self.runtime.snapshot.ragged
+        if not published or (rows is not published[layer].rows and not rows.coded_slots):
+            return list(rows.tensors())
+        old = {id(tensor) for tensor in published[layer].rows.tensors()}
+        return [tensor for tensor in rows.tensors() if id(tensor) not in old]
 
     def note_view(self, layer: int) -> None:
         """As `note_transient`, of what a layer's attention read where that was made for it."""
@@ -137,6 +145,7 @@ class RaggedForward(Step):
     def candidates(self, layer: int, step: LayerStep | None = None) -> OwnerCandidates:
         """Return the rows of one layer among which is chosen; a first prompt's are those of its step."""
         base, width = self.base(layer), self.live_tail.width
+        stored: RaggedRows | None = None
         if not self.snapshot.frontier.columns:
             # A first prompt competes where the model made it; it was never copied into slots.
             assert step is not None
@@ -148,12 +157,12 @@ class RaggedForward(Step):
                 return keys[row, head], values[row, head]
 
         else:
-            rows = self.buffers[layer]
+            rows = stored = self.buffers[layer]
 
             def slots(owner: int) -> tuple[Tensor, Tensor]:
                 return rows.owner(owner, base.lengths[owner] + width)
 
-        return OwnerCandidates(slots=slots, base=base, tail=self.live_tail)
+        return OwnerCandidates(slots=slots, base=base, tail=self.live_tail, stored=stored)
 
     def nothing(self) -> RaggedMap:
         """Return a map in which no owner holds a row."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...masks import MaskRecord
 from ...positions import AlibiSpec
-from ...storage import RaggedMap, RowMap
+from ...storage import RaggedMap, RaggedRows, RowMap
 from ...weighting import Weighting
 from ..queries import QueryWindow
 from ..visibility import SeenRows, Visibility
@@ -69,6 +69,8 @@ class OwnerCandidates:
     slots: Callable[[int], tuple[Tensor, Tensor]]
     base: RaggedMap
     tail: LiveTail
+    # Where they are stored; None for a first prompt, which is not.
+    stored: RaggedRows | None = None
 
     def rows(self, owner: int) -> tuple[Tensor, Tensor]:
         """Return an owner's live keys and values, [n, D]."""
@@ -78,6 +80,14 @@ class OwnerCandidates:
             return keys, values
         index = index.to(keys.device)
         return keys.index_select(0, index), values.index_select(0, index)
+
+    def slots_of(self, owner: int, chosen: Tensor | None) -> Tensor:
+        """Return in which slots an owner's chosen rows are stored, ascending (all of its live rows for None)."""
+        rows = self.base.lengths[owner]
+        index = self.tail.index(owner // self.base.heads, rows)
+        if index is None:
+            return torch.arange(rows + self.tail.width, device=self.base.device) if chosen is None else chosen
+        return index if chosen is None else index.index_select(0, chosen)
 
     def maps(self) -> list[RowMap]:
         """Return every owner's live rows as a map [1, 1, n]."""

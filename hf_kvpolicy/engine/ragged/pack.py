@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...storage import RaggedLayer, RaggedMap, RaggedRows, RowMap, growth_slots
@@ -63,23 +64,34 @@ def pack_owners(
     heads: int,
     states: Sequence[Tensor] | None = None,
 ) -> RaggedLayer:
-    """Copy each owner's chosen rows (all of them for None) and their states [n, X] into fresh buffers."""
-    lengths = [table.width if index is None else index.shape[0] for index, table in zip(chosen, maps, strict=True)]
-    rows = RaggedRows.allocate(*candidates.slots(0), [growth_slots(n) for n in lengths], heads)
+    """Return a layer of each owner's chosen rows (all of them for None) and their states [n, X], in fresh buffers."""
     numbers, kept_states = [], []
     for owner, (index, table) in enumerate(zip(chosen, maps, strict=True)):
-        keys, values = candidates.rows(owner)
         columns, tokens = table.columns_BMW[0, 0], table.tokens_BMW[0, 0]
         state = None if states is None else states[owner]
         if index is not None:
             columns, tokens = columns.index_select(0, index), tokens.index_select(0, index)
-            at = index.to(keys.device)
-            keys, values = keys.index_select(0, at), values.index_select(0, at)
             state = None if state is None else state.index_select(0, index.to(state.device))
-        packed_keys, packed_values = rows.owner(owner, lengths[owner])
-        packed_keys.copy_(keys)
-        packed_values.copy_(values)
         numbers.append((columns, tokens))
         if state is not None:
             kept_states.append(state.to(columns.device))
-    return RaggedLayer(rows=rows, map=RaggedMap.of(numbers, heads, kept_states if states is not None else None))
+    packed = RaggedMap.of(numbers, heads, kept_states if states is not None else None)
+    stored = candidates.stored
+    if stored is not None and stored.coded_slots:
+        # What lies in blocks stays there; a copy would have to be coded once more.
+        slots = [candidates.slots_of(owner, index) for owner, index in enumerate(chosen)]
+        return RaggedLayer(rows=stored.taken(torch.cat(slots), packed.lengths), map=packed)
+    return RaggedLayer(rows=_copied(candidates, chosen, packed), map=packed)
+
+
+def _copied(candidates: OwnerCandidates, chosen: Sequence[Tensor | None], table: RaggedMap) -> RaggedRows:
+    """Copy each owner's chosen rows (all of them for None) into fresh buffers."""
+    rows = RaggedRows.allocate(*candidates.slots(0), [growth_slots(n) for n in table.lengths], table.heads)
+    for owner, (index, length) in enumerate(zip(chosen, table.lengths, strict=True)):
+        keys, values = candidates.rows(owner)
+        if index is not None:
+            at = index.to(keys.device)
+            keys, values = keys.index_select(0, at), values.index_select(0, at)
+        for into, part in zip(rows.owner(owner, length), (keys, values), strict=True):
+            into.copy_(part)
+    return rows

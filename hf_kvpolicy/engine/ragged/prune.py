@@ -129,6 +129,8 @@ class PruningStep(SharedSets, RaggedSelection):
             keys, values = step.keys, step.values
             layer_bytes = keys.numel() * keys.element_size() + values.numel() * values.element_size()
             self.note_transient(layer_bytes + self._workspace_bytes)
+            if self.snapshot.frontier.columns:
+                self.note_view(layer)
             self.buffers.pop(layer, None)
             if layer + 1 < self.runtime.geometry.num_layers:
                 self._pass_on([maps[row * self.heads].width for row in range(batch)], chosen)

@@ -94,7 +94,7 @@ class RaggedSegmentStep(RaggedSelection):
 
     def fresh_buffers(self) -> list[Tensor]:
         """Return the tensors this forward made: packed layers, and grown buffers that still hold candidates."""
-        packed = [tensor for layer in self.decider.layers.values() for tensor in layer.rows.tensors()]
+        packed = [tensor for layer, found in self.decider.layers.items() for tensor in self.made(layer, found.rows)]
         return packed + super().fresh_buffers()
 
     def _queries(self, record: MaskRecord, scaling: float) -> OwnerQueries | None:

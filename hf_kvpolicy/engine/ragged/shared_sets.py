@@ -39,5 +39,5 @@ class SharedSets(RaggedForward):
 
     def fresh_buffers(self) -> list[Tensor]:
         """Return the tensors this forward made: packed layers, and grown buffers that still hold candidates."""
-        packed = [tensor for layer in self.packed_layers.values() for tensor in layer.rows.tensors()]
+        packed = [tensor for layer, found in self.packed_layers.items() for tensor in self.made(layer, found.rows)]
         return packed + super().fresh_buffers()

@@ -17,7 +17,7 @@ above it are no choice; where none is left, and for a full head that reaches it,
 then the oldest of the newest rows, then special tokens. The authors released no code; a reproduction keeps larger parts
 in decode than it profiled, which is not followed.
 Not supported: `variant="reference"`, `unit="layer"` and `unit="token"` (policies differ by head), `inputs_embeds`
-without `input_ids`, quantized rows.
+without `input_ids`.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class FastGenCache(PolicyCache):
             protect: token positions that every head keeps.
             on_append: what a later prompt segment does: "recompress" (profile again) or "append" (keep the profile).
             chunked_prefill: "hold" (one profile at the end) or "bounded" for a prompt fed in chunks.
-            quantize: None; its rows are not quantized.
-            block_rows: of no effect here.
+            quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
+            block_rows: rows of a block; as many of the newest rows, up to three times as many, are not quantized.
 
         Raises:
             BudgetError: protected rows leave no row of the budget.

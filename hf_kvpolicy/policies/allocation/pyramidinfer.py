@@ -17,8 +17,7 @@ with the answer's first one. n are the rows of the first layer, as in the code's
 tokens seen. Attention is kept as two sums a row, not as a matrix; `group="max"` is taken per query in decode.
 Not supported: `variant="reference"`, other units than "layer", `chunked_prefill="hold"`; where tokens of a prompt are
 dropped: full logits, labels, output_hidden_states; past recording (assisted decoding, prompt lookup) unless nothing is
-dropped and `decode_block=None`; taking back a part of an answer that is chosen from; quantized
-rows.
+dropped and `decode_block=None`; taking back a part of an answer that is chosen from.
 """
 
 from __future__ import annotations
@@ -87,8 +86,8 @@ class PyramidInferCache(PolicyCache):
             on_append: what a later prompt segment does: "recompress" prunes it together with what is held, "append"
                 keeps it whole.
             chunked_prefill: "bounded" for a prompt fed in chunks, each of which is pruned on its own.
-            quantize: None; its rows are not quantized.
-            block_rows: of no effect here.
+            quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
+            block_rows: rows of a block; as many of the newest rows, up to three times as many, are not quantized.
 
         Raises:
             BudgetError: the budget does not leave a row to choose.
