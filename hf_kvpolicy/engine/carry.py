@@ -192,7 +192,8 @@ class Carry:
         repeats: int = 1,
     ) -> QueryBlock:
         """Return this forward's one query as a block; `repeats` layers may be folded into the batch."""
-        real = self._step.inputs.real_BT
+        real, dtype = self._step.inputs.real_BT, self._step.snapshot.dtype
+        assert dtype is not None, "one token is observed among rows that were published"
         return QueryBlock(
             layer=layer,
             logits_BSGTN=logits_BSGTN,
@@ -200,7 +201,7 @@ class Carry:
             row_tokens_BMN=tokens_BMN,
             real_BT=None if real is None else real.repeat(repeats, 1),
             clock_BT=self.clock_BT.repeat(repeats, 1),
-            dtype=self._step.snapshot.rows[0].keys_BSCD.dtype,
+            dtype=dtype,
             sinks_BSG=sinks_BSG,
         )
 
