@@ -95,7 +95,7 @@ class CacheUse:
     transient_peak_bytes: int
     # Rows that end-of-prefill policies appended after their last selection.
     tail_rows_mean: float
-    # Whether stored rows stand for others: then no row goes, and bytes say whether the policy acted.
+    # Whether stored rows stand for others: then no row goes without a budget, and bytes say whether the policy acted.
     replaces_rows: bool
     # Whether rows are stored in few bits.
     quantizes: bool

@@ -7,7 +7,7 @@ import uuid
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -22,16 +22,14 @@ from .fingerprint import checkpoint_fingerprint
 from .frame import STEP, LayerStep, Reader, active_cache, weakly
 from .geometry import CacheGeometry, text_config
 from .graphs import outside_graphs
+from .integrity import integrity_faults
 from .layers import ANOTHER_MODEL, NOT_ATTACHED, ForeignAccess, layer_faces, policy_layer
 from .ledger import Ledger, account
 from .positions import RotarySpec
 from .pruning import prune_between
-from .records import Identity, integrity_faults, manifest_of, positions_of, prefix_digest, receipt_of, state_of
+from .records import Identity, manifest_of, positions_of, prefix_digest, receipt_of, state_of
 from .registry import ModelPatch, check_options, model_patch
 from .spans import spans_of
-
-if TYPE_CHECKING:
-    from typing import Self
 
 __all__ = ["PolicyCache"]
 

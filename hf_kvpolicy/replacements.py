@@ -14,7 +14,7 @@ from .errors import IntegrityError
 from .geometry import CacheGeometry
 from .representation import RowRepresentation
 
-__all__ = ["contract_of", "faults_of_replaced", "own_spans", "replaced_rows_of", "tokens_by_slot"]
+__all__ = ["contract_of", "faults_of_replaced", "own_spans", "replaced_rows_of"]
 
 
 class _Records(Protocol):
@@ -50,20 +50,12 @@ def faults_of_replaced(runtime: Runtime) -> list[str]:
 
 def own_spans(snapshot: Snapshot, heads: int) -> tuple[tuple[Span, ...], ...]:
     """Return the spans of one store whose rows stand for their own tokens, [owner][rank]."""
-    tokens = tokens_by_slot(snapshot)
-    return tuple(tuple((token, token) for token in row.values()) for row in tokens for _ in range(heads))
-
-
-def tokens_by_slot(snapshot: Snapshot) -> list[dict[int, int]]:
-    """Return slot -> token position of each batch row's live rows, ascending."""
     if not snapshot.buffers:
-        return []
+        return ()
     table = snapshot.full_map(0)
-    rows = zip(table.tokens_BMW[:, 0].tolist(), table.live_BMW[:, 0].tolist(), strict=True)
-    return [
-        {slot: token for slot, (token, live) in enumerate(zip(tokens, lives, strict=True)) if live}
-        for tokens, lives in rows
-    ]
+    found = zip(table.tokens_BMW[:, 0], table.live_BMW[:, 0], strict=True)
+    own = [tuple((token, token) for token in tokens[live].tolist()) for tokens, live in found]
+    return tuple(spans for spans in own for _ in range(heads))
 
 
 def _records(representation: RowRepresentation) -> _Records:

@@ -17,7 +17,8 @@ from bench_lib.answer import answer_measures
 from bench_lib.curve import curve_measures
 from bench_lib.device import DeviceBench
 from bench_lib.memory import byte_measures, child_report, peak_measures
-from bench_lib.models import EVERY_POLICY, POLICIES, stock_twin
+from bench_lib.merged import merged_byte_measures
+from bench_lib.models import EVERY_POLICY, POLICIES, batch_ids, stock_twin
 from bench_lib.quantized import quantized_measures
 from bench_lib.ragged import ragged_measures
 from bench_lib.report import Measure, environment, print_report, write_json
@@ -30,7 +31,9 @@ from script_lib.prompts import filler_ids
 PEAK_POLICY = "snapkv"
 PEAK_ROWS = 512
 TRANSIENT_TOKENS = (4096, 8192)
-PARTS = ("decode", "unbudgeted", "prefill", "bytes", "peak", "curve", "ragged", "answer", "quantized", "transient")
+# Parts that need no model from anywhere.
+OFFLINE = ("ragged", "answer", "quantized", "merged")
+PARTS = ("decode", "unbudgeted", "prefill", "bytes", "peak", "curve", *OFFLINE, "transient")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -80,9 +83,11 @@ def timed_parts(arguments: argparse.Namespace, model: Any, stock: Any, filler: l
     ]
     if "bytes" in arguments.parts:
         note("bytes")
+        context = min(arguments.contexts)
         for batch in arguments.batches:
             for rows in arguments.rows:
-                yield from byte_measures(model, filler, batch, min(arguments.contexts), rows)
+                yield from byte_measures(model, filler, batch, context, rows)
+                yield from merged_byte_measures(model, batch_ids(filler, batch, context, model.device), rows)
     if "prefill" in arguments.parts:
         # Batch 1 at the longest context: larger batches take minutes a round and compare the same work.
         case = Case(1, max(arguments.contexts), max(arguments.rows))
@@ -146,7 +151,14 @@ def main() -> int:
             measures += quantized_measures(
                 arguments.device, DTYPES[arguments.dtype], arguments.batches, arguments.rounds
             )
-    if set(arguments.parts) <= {"ragged", "answer", "quantized"}:
+    if "merged" in arguments.parts:
+        note("merged: bytes of layer pairs, a random model of the shape tiny")
+        tiny = SHAPES["tiny"]
+        model = random_model(tiny, arguments.device, arguments.dtype)
+        ids = torch.randint(3, 256, (2, min(tiny.contexts)), generator=torch.Generator().manual_seed(0))
+        with torch.inference_mode():
+            measures += merged_byte_measures(model, ids.to(arguments.device), min(tiny.budgets))
+    if set(arguments.parts) <= set(OFFLINE):
         return report(arguments, "", measures)
     name = resolve_model(arguments.model)
     tokenizer = load_tokenizer(name)

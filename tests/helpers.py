@@ -203,6 +203,27 @@ def quantized_units() -> list[tuple[str, dict[str, Any]]]:
     return [(name, small_options(name) | {"quantize": "int8", "block_rows": 2}) for name in QUANTIZING]
 
 
+# Policies of each schedule whose kept rows can be merged, with each unit that both layers of a pair share.
+MERGING = (
+    ("snapkv", "token"),
+    ("snapkv", "pair"),
+    ("sliding_window", "token"),
+    ("h2o", "pair"),
+    ("scissorhands", "token"),
+)
+
+
+def merged_units() -> list[tuple[str, dict[str, Any]]]:
+    """Return policies of every schedule whose rows are merged over layer pairs; a few of them are exceptions."""
+    rule = {"start_layer": 0, "retention": 0.2}
+    return [(name, small_options(name) | {"unit": unit, "merge_layers": rule}) for name, unit in MERGING]
+
+
+def stored_otherwise() -> list[tuple[str, dict[str, Any]]]:
+    """Return policies whose kept rows are not held as they are: in few bits, or merged."""
+    return [*quantized_units(), *merged_units()]
+
+
 def case_id(value: Any) -> str | None:
     """Name a (policy, options) case in pytest's output."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
@@ -212,6 +233,7 @@ def case_id(value: Any) -> str | None:
             for k in ("unit", "owner", "positions", "chunked_prefill", "quantize", "encoding")
             if options.get(k)
         ]
+        shown += ["merged"] if options.get("merge_layers") else []
         return "-".join([name, *shown])
     return None
 
@@ -338,7 +360,7 @@ def _stored_rows(cache: Any, layer: int, batch: int) -> Iterator[tuple[list[int]
     if snapshot.pairs or snapshot.producers:
         keys, values = snapshot.view(layer)
     else:
-        keys, values = published_rows(snapshot.rows[layer], snapshot.width)
+        keys, values = published_rows(snapshot, layer)
     for head in range(keys.shape[1]):
         mapped = head if table.map_heads > 1 else 0
         live = table.live_BMW[batch, mapped].nonzero()[:, 0]

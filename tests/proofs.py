@@ -50,6 +50,7 @@ MODES: dict[str, Mode] = {
     "cache_local": Mode(EVICTING, "cache_local", "logits equal those of keys rotated, or biased, by slot"),
     "ragged": Mode(EVICTING, "ragged", "ragged rows: totals met to the row, or rows and logits those of dense storage"),
     "quantized": Mode(EVICTING, "quantized", "int8 or int4 rows: logits and choices are those of rows held as read"),
+    "merged": Mode(EVICTING, "merged", "rows merged over layer pairs: logits and rows are those of a plain loop"),
     "saved": Mode(EVICTING, "saved", "a loaded cache goes on bit for bit"),
     "offloaded": Mode(EVICTING, "offloaded", "a cache that was moved away meanwhile goes on unchanged"),
     "branched": Mode(EVICTING, "branched", "questions asked in branches all start from one state"),

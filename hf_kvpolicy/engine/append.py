@@ -18,6 +18,7 @@ from ..storage import DenseRows, RowMap, growth_slots, stored_tensors
 from ..weighting import Weighting
 from .inputs import ForwardInputs
 from .queries import QueryWindow, held, hold_window
+from .replacing import stored_fields
 from .snapshot import OpenSegment, Snapshot
 from .step import Step
 
@@ -54,10 +55,15 @@ class AppendStep(Step):
     def append(self, layer: int, keys_BHTD: Tensor, values_BHTD: Tensor) -> tuple[Tensor, Tensor]:
         used, length = self.snapshot.width, self.inputs.length
         keys, values = self.stored(keys_BHTD), self.stored(values_BHTD)
-        rows = self._buffers(layer, keys, values)
+        if self.merging is not None and layer in self.merging:
+            self.merging.bring(layer, keys, values)
+            if not used:
+                return keys_BHTD, values_BHTD
+            rows = self.snapshot.opened(layer, used + length, device=keys.device)
+        else:
+            rows = self.rows[layer] = self._buffers(layer, keys, values)
         self.place_pinned(layer, rows)
         rows.write(used, keys, values)
-        self.rows[layer] = rows
         return rows.view(used + length) if used else (keys_BHTD, values_BHTD)
 
     def attended(self, layer: int, query_BQTD: Tensor, step: LayerStep, record: MaskRecord, scaling: float) -> None:
@@ -83,7 +89,9 @@ class AppendStep(Step):
                 live = self.view_map(layer).live_BMW
                 self.rows[layer] = code_layer(self.runtime.composition, dense, self.width_after, live)
             self._coded_rows = self.rows[layer] is not dense
-        if self.is_new_buffer(layer):
+        if self.merging is not None and layer in self.merging:
+            self.merging.attended(self, step, self.snapshot.width)
+        elif self.is_new_buffer(layer):
             self.note_transient(0)
         self.note_view(layer)
         self.transaction.enter_through(layer, Phase.PACK)
@@ -94,6 +102,10 @@ class AppendStep(Step):
         stays = self.holds_queries is None and not self.runtime.recording
         policy = self.runtime.composition
         return policy.quantizes and policy.storage == "dense" and stays and self.inputs.length > 1
+
+    @property
+    def holds_rows(self) -> bool:
+        return self.holds_queries is not None or super().holds_rows
 
     @property
     def waiting_queries(self) -> int:
@@ -157,17 +169,17 @@ class AppendStep(Step):
     def placed(self) -> dict[str, Any]:
         """Return where rows lie now, as the fields of a snapshot."""
         return {
-            "rows": tuple(self.rows[i] for i in range(self.runtime.geometry.num_layers)),
+            **stored_fields(self.merging, self.rows),
             "maps": self.snapshot.maps or (RowMap.empty(self.inputs.batch, self.inputs.device),),
             "counts": self.candidate_counts,
         }
 
     def is_new_buffer(self, layer: int) -> bool:
         """Whether a layer's buffers were made by this forward."""
-        return not self.snapshot.rows or self.rows[layer] is not self.snapshot.rows[layer]
+        return self.rows[layer] is not self.snapshot.rows_of(layer)
 
     def _buffers(self, layer: int, keys: Tensor, values: Tensor) -> DenseRows:
-        used, length = self.snapshot.width, self.inputs.length
-        if not self.snapshot.rows:
+        published, length = self.snapshot.rows_of(layer), self.inputs.length
+        if published is None:
             return DenseRows.allocate(keys, values, growth_slots(length))
-        return self.snapshot.rows[layer].grown(used, used + length)
+        return published.grown(self.snapshot.width, self.snapshot.width + length)

@@ -193,7 +193,8 @@ class Carry:
         repeats: int = 1,
     ) -> QueryBlock:
         """Return this forward's one query as a block; `repeats` layers may be folded into the batch."""
-        real, device = self._step.inputs.real_BT, logits_BSGTN.device
+        real, device, dtype = self._step.inputs.real_BT, logits_BSGTN.device, self._step.snapshot.dtype
+        assert dtype is not None, "one token is observed among rows that were published"
         return QueryBlock(
             layer=layer,
             logits_BSGTN=logits_BSGTN,
@@ -201,7 +202,7 @@ class Carry:
             row_tokens_BMN=tokens_BMN.to(device),
             real_BT=None if real is None else real.repeat(repeats, 1).to(device),
             clock_BT=self.clock_BT.repeat(repeats, 1).to(device),
-            dtype=self._step.snapshot.rows[0].keys_BSCD.dtype,
+            dtype=dtype,
             sinks_BSG=sinks_BSG,
         )
 

@@ -11,7 +11,7 @@ from ..contract import admit_policy
 from ..errors import BudgetError, ConfigError, ManifestError, UnsupportedModelError, did_you_mean
 from ..evidence import GROUPS, CarriedEvidence, Evidence
 from ..geometry import CacheGeometry
-from ..representation import ORIGINAL_ROWS, RowRepresentation
+from ..representation import ORIGINAL_ROWS, DepthPairs, RowRepresentation
 from ..selection import UNITS
 from .token_kinds import TokenKinds
 
@@ -106,7 +106,14 @@ class Composition:
     def _check_representation(self) -> None:
         selects = self.budget is not None or self.schedule != "never" or self.pruning is not None
         stored = self.representation.storage
-        if self.representation.replaces_rows and (selects or self.storage != stored):
+        if self.unit == "pair" and not (self.merges_layers and selects):
+            raise ManifestError(
+                f"{self.policy}: unit='pair' gives two layers one set of rows, but no layers share rows here. Give "
+                "merge_layers='minicache' too, or use another unit."
+            )
+        if self.merges_layers and selects:
+            self._check_merged_selection()
+        elif self.representation.replaces_rows and (selects or self.storage != stored):
             raise ManifestError(
                 f"{self.policy}: rows stand for others, but owners that keep different positions have none in common, "
                 "and what stands for others is not chosen from. Such a policy selects nothing: leave out budget and "
@@ -115,6 +122,32 @@ class Composition:
         if self.representation.quantizes and self.budget is not None and self.budget.kind == "bytes":
             raise BudgetError(
                 f"{self.policy}: how many bytes a quantized row takes depends on how many of its block live, so "
+                f"budget={self.budget.declared!r} is no number of rows. Give rows, or a share of the prompt."
+            )
+
+    def _check_merged_selection(self) -> None:
+        """Refuse to merge the kept rows of layers that do not keep the same tokens, or cannot be read again."""
+        if self.storage == "ragged":
+            raise ManifestError(
+                f"{self.policy}: the layers of a pair share rows only where both keep the same tokens, but heads or "
+                "layers keep different numbers of rows here. Leave merge_layers out, or use a policy that gives every "
+                "layer as many, such as snapkv."
+            )
+        if self.unit not in ("token", "pair"):
+            raise ManifestError(
+                f"{self.policy}: the layers of a pair share rows only where both keep the same tokens, but "
+                f"unit={self.unit!r} chooses for each layer by itself. Use unit='pair' or unit='token', or leave "
+                "merge_layers out."
+            )
+        if self.positions != "original":
+            raise ManifestError(
+                f"{self.policy}: positions={self.positions!r} rotates the keys of the first rows anew at every step, "
+                "from copies of each layer's own, and merged layers keep no such copies. Use positions='original', or "
+                "leave merge_layers out."
+            )
+        if self.budget is not None and self.budget.kind == "bytes":
+            raise BudgetError(
+                f"{self.policy}: how many bytes a merged row takes depends on which rows are kept apart, so "
                 f"budget={self.budget.declared!r} is no number of rows. Give rows, or a share of the prompt."
             )
 
@@ -170,6 +203,11 @@ class Composition:
         return not self.evidence.differs_by_layer
 
     @property
+    def heads_share(self) -> bool:
+        """Whether the heads of a layer share one set of rows."""
+        return self.unit in ("layer", "token")
+
+    @property
     def decides_after_all_layers(self) -> bool:
         """Whether a selection must wait for the last layer."""
         return self.unit == "token" and not self.is_positional
@@ -195,6 +233,16 @@ class Composition:
     def quantizes(self) -> bool:
         """Whether older rows are coded in few bits."""
         return self.representation.quantizes
+
+    @property
+    def merges_layers(self) -> bool:
+        """Whether neighbouring layers share stored rows."""
+        return bool(self.pairs)
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """The layers that share stored rows, two by two; none where each has its own."""
+        return self.representation.pairs if isinstance(self.representation, DepthPairs) else ()
 
     def stored_heads(self, geometry: CacheGeometry) -> int:
         """Return the heads of one layer that own rows: KV heads, or query heads for owner='query_head'."""

@@ -41,8 +41,6 @@ def cropped(snapshot: Snapshot, removed: int) -> Snapshot:
         return Snapshot(generations=snapshot.generations, frontier=Frontier(), budget_rows=None, foreign=foreign)
     lost = [a - b for a, b in zip(snapshot.frontier.tokens, frontier.tokens, strict=True)]
     tail, maps, ragged = snapshot.tail, snapshot.maps, snapshot.ragged
-    # Where layers are merged nothing ever leaves: a column is a slot. What waits is not merged yet.
-    pairs = snapshot.pairs if snapshot.pending else tuple(pair.first(frontier.columns) for pair in snapshot.pairs)
     from_tail = 0 if tail is None else min(removed, tail.width)
     if tail is not None and from_tail:
         tail = tail.first(tail.width - from_tail)
@@ -60,7 +58,7 @@ def cropped(snapshot: Snapshot, removed: int) -> Snapshot:
         foreign=foreign,
         maps=maps,
         ragged=ragged,
-        pairs=pairs,
+        pairs=tuple(pair.first(snapshot.width - from_tail) for pair in snapshot.pairs),
         tail=tail,
         scores_LBSWX=scores,
         counts=tuple(count - gone for count, gone in zip(snapshot.counts, lost, strict=True))
@@ -72,7 +70,7 @@ def cropped(snapshot: Snapshot, removed: int) -> Snapshot:
         open_segment=None if segment is None else segment.cropped(frontier.columns),
     )
     if scores is None or not ragged or any(kept.undecided_tokens):
-        return kept
+        return kept if removed == from_tail else kept.without_dead_exceptions()
     # The whole answer is gone: no query that is taken back left anything in a score.
     return replace(kept, scores_LBSWX=None)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,8 +20,12 @@ from ..selection import Kept, keep_best, kept_index, reduce_heads
 from ..storage import DenseRows, RowMap, gather_rows, growth_slots, pack_rows
 from ..weighting import PLAIN, Weighting
 from .composition import Composition
+from .replacing import stored_fields
 from .shared_evidence import evidence_once
 from .visibility import SeenRows
+
+if TYPE_CHECKING:
+    from .merged import LayerMerging
 
 __all__ = ["Candidates", "Decider", "Observed", "check_finite", "tensor_bytes"]
 
@@ -54,7 +59,7 @@ class _Waiting:
 
 
 class Decider:
-    """One selection over all layers: decides per layer, or after the last one for `unit="token"`."""
+    """One selection over all layers: decides per layer, after the deeper one of a pair, or after the last one."""
 
     def __init__(
         self,
@@ -69,6 +74,7 @@ class Decider:
         moves_keys: bool,
         justified: bool,
         ends_prompt: bool = True,
+        merging: LayerMerging | None = None,
     ) -> None:
         """Open a selection.
 
@@ -80,12 +86,14 @@ class Decider:
             moves_keys: whether rows at cache-local positions are attended through moved copies of their keys.
             justified: candidates come in ascending token order with dead slots, if any, first.
             ends_prompt: the selection closes a prompt segment (and not a decode step).
+            merging: takes what stays of layers that share a store.
         """
         self.kept_counts = tuple(
             composition.kept_rows(count, budget) if own else count
             for count, budget, own in zip(counts, budget_rows, brought, strict=True)
         )
         self.ends_prompt, self._brought, self._moves_keys = ends_prompt, brought, moves_keys
+        self._merging = merging
         self.states: dict[int, Tensor] = {}
         self.drops_rows = self.kept_counts != tuple(counts)
         self._composition, self._geometry, self._transaction = composition, geometry, transaction
@@ -97,6 +105,8 @@ class Decider:
         self.rows: dict[int, DenseRows] = {}
         self.maps: dict[int, RowMap] = {}
         self.workspace_bytes = 0
+        # Bytes of candidates held for layers to come, when the last layer came.
+        self.held_bytes = 0
         # Whether rows were coded in few bits.
         self.codes_rows = False
         self._finite: list[Tensor] = []
@@ -106,42 +116,39 @@ class Decider:
         """Whether what was fed before cannot be taken back: rows were dropped or coded."""
         return self.drops_rows or self.codes_rows
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of candidates held until the last layer is seen."""
-        return sum(tensor_bytes(w.candidates.keys_BSND, w.candidates.values_BSND) for w in self._waiting)
-
     def observe(self, layer: int, candidates: Candidates, seen: Observed) -> None:
         """Score one layer and, unless its unit spans layers, choose and pack its rows."""
         policy, enter = self._composition, self._transaction.enter
         enter(layer, Phase.SCORE)
+        self.held_bytes = 0
+        is_paired = policy.unit == "pair" and self._merging is not None and layer in self._merging
         if policy.is_positional:
             if self._shared is None:
                 self._shared = self._choose(candidates.map, self._score(layer, candidates, seen))
             self._pack(layer, candidates, self._shared, shared=True)
-        elif policy.decides_after_all_layers:
+        elif policy.decides_after_all_layers or is_paired:
             self._waiting.append(_Waiting(layer, candidates))
+            self.held_bytes = sum(tensor_bytes(w.candidates.keys_BSND, w.candidates.values_BSND) for w in self._waiting)
             if self.drops_rows:
                 votes = self._score(layer, candidates, seen)
                 self._votes = votes if self._votes is None else self._votes + votes
+            if is_paired and len(self._waiting) == 2:
+                self._choose_together(shared=False)
         else:
             votes_or_none = self._score(layer, candidates, seen) if self.drops_rows else None
             self._pack(layer, candidates, self._choose(candidates.map, votes_or_none), shared=False)
 
-    def finish(self, num_layers: int) -> tuple[tuple[DenseRows, ...], tuple[RowMap, ...]]:
-        """Complete the selection and return all layers' buffers and maps (one map where all share it).
+    def finish(self, num_layers: int) -> dict[str, Any]:
+        """Complete the selection; return all layers' buffers and maps (one where all share it), as snapshot fields.
 
         Raises:
             SelectionError: a score is not finite; the model's activations are broken.
         """
         if self._waiting:
-            kept = self._choose(self._waiting[0].candidates.map, self._votes)
-            for waiting in self._waiting:
-                self._pack(waiting.layer, waiting.candidates, kept, shared=True)
-            self._waiting.clear()
+            self._choose_together(shared=True)
         check_finite(self._finite)
         maps = (self._shared_map,) if self._shared_map is not None else tuple(self.maps[i] for i in range(num_layers))
-        return tuple(self.rows[i] for i in range(num_layers)), maps
+        return {**stored_fields(self._merging, self.rows), "maps": maps}
 
     # -- score ------------------------------------------------------------------------------------------------------
 
@@ -242,6 +249,14 @@ class Decider:
     def _pinned(self) -> tuple[int, ...]:
         return self._composition.pinned_tokens if self._composition.positions == "cache_local" else ()
 
+    def _choose_together(self, *, shared: bool) -> None:
+        """Choose one set for the layers that wait, by the sum of their votes."""
+        kept = self._choose(self._waiting[0].candidates.map, self._votes)
+        for waiting in self._waiting:
+            self._pack(waiting.layer, waiting.candidates, kept, shared=shared)
+        self._waiting.clear()
+        self._votes = None
+
     # -- pack -------------------------------------------------------------------------------------------------------
 
     def _pack(self, layer: int, candidates: Candidates, kept: Kept, *, shared: bool) -> None:
@@ -256,12 +271,14 @@ class Decider:
                 self._shared_map = packed
             else:
                 self.maps[layer] = packed
+        shares_store = self._merging is not None and layer in self._merging
+        capacity = self._capacity(index.shape[2])
         rows = pack_rows(
             candidates.keys_BSND,
             candidates.values_BSND,
             index,
             stored_heads=policy.stored_heads(self._geometry),
-            capacity=self._capacity(index.shape[2]),
+            capacity=index.shape[2] if shares_store else capacity,
             pinned=len(self._pinned) if self._moves_keys else 0,
         )
         if policy.quantizes:
@@ -270,7 +287,11 @@ class Decider:
             live = (self.maps[layer] if self._shared_map is None else self._shared_map).live_BMW
             rows = code_layer(policy, rows, index.shape[2], live)
             self.codes_rows = self.codes_rows or rows.coded_slots > 0
-        self.rows[layer] = rows
+        if self._merging is not None and shares_store:
+            workspace_bytes = self._merging.pack(layer, rows, index, kept.live_BMK, capacity)
+            self.workspace_bytes = max(self.workspace_bytes, workspace_bytes)
+        else:
+            self.rows[layer] = rows
         if candidates.states_BSNX is not None:
             self._pack_states(layer, candidates, candidates.states_BSNX, kept.index_BMK)
         enter(layer, Phase.PACK)

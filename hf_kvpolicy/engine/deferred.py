@@ -15,6 +15,7 @@ from ..storage import RowMap
 from .decide import Candidates, Decider, Observed
 from .evidence_blocks import SegmentQueries, observe_queries, query_clock
 from .queries import QueryWindow, windowed
+from .replacing import merging_of
 from .snapshot import OpenSegment, Snapshot
 from .view import published_rows
 from .visibility import SeenRows, Visibility
@@ -38,6 +39,7 @@ def decide_appended(
     Reads the snapshot's buffers, writes fresh ones; the snapshot itself stays readable.
     """
     layers, width, brought = runtime.geometry.num_layers, snapshot.width, snapshot.brought
+    merging = merging_of(runtime.composition, snapshot)
     dense = all(count == width for count in snapshot.counts)
     decider = Decider(
         runtime.composition,
@@ -50,23 +52,23 @@ def decide_appended(
         moves_keys=runtime.alibi is None,
         justified=dense and all(part.ordered for part in snapshot.maps),
         ends_prompt=ends_prompt,
+        merging=merging,
     )
     segment = snapshot.open_segment
     window = _window(runtime, segment) if decider.drops_rows else None
     for layer in range(layers):
         transaction.enter_through(layer, Phase.ATTEND)
-        rows, table = snapshot.rows[layer], snapshot.full_map(layer)
-        keys, values = published_rows(rows, width)
+        table = snapshot.full_map(layer)
+        keys, values = published_rows(snapshot, layer)
         states = _states(runtime, snapshot, layer, keys, table, ends_prompt)
         candidates = Candidates(keys_BSND=keys, values_BSND=values, map=table, states_BSNX=states)
         decider.observe(layer, candidates, _observe(runtime, snapshot, segment, window, layer, candidates, dense))
-    new_rows, maps = decider.finish(layers)
+    chosen = decider.finish(layers)
     evicted = snapshot.frontier.columns if decider.is_final else snapshot.evicted_at_column
-    return replace(
+    successor = replace(
         snapshot,
         generations=transaction.successor,
-        rows=new_rows,
-        maps=maps,
+        **chosen,
         tail=None,
         counts=decider.kept_counts,
         tail_counts=(0,) * snapshot.batch_size,
@@ -77,6 +79,7 @@ def decide_appended(
         decision_epoch=snapshot.decision_epoch + 1,
         evicted_at_column=evicted,
     )
+    return successor if merging is None else merging.settled(successor)
 
 
 def laid_behind(chosen: Snapshot, waiting: Snapshot, length: int) -> Snapshot:
@@ -101,6 +104,9 @@ def laid_behind(chosen: Snapshot, waiting: Snapshot, length: int) -> Snapshot:
         frontier=waiting.frontier,
         foreign=waiting.foreign,
         rows=tuple(rows),
+        pairs=tuple(
+            kept.holding(start, fed.held(used, length)) for kept, fed in zip(chosen.pairs, waiting.pairs, strict=True)
+        ),
         tail=new,
         counts=tuple(count + more for count, more in zip(chosen.counts, new_counts, strict=True)),
         tail_counts=tuple(new_counts),
@@ -119,8 +125,8 @@ def absorb_held(runtime: Runtime, snapshot: Snapshot) -> Snapshot:
     if segment is None or segment.window is None:
         return snapshot
     states = []
-    for layer, rows in enumerate(snapshot.rows):
-        keys, table = published_rows(rows, snapshot.width)[0], snapshot.full_map(layer)
+    for layer in range(runtime.geometry.num_layers):
+        keys, table = published_rows(snapshot, layer)[0], snapshot.full_map(layer)
         states.append(_states(runtime, snapshot, layer, keys, table, True))
     kept = [state for state in states if state is not None]
     opened = replace(segment, window=None, queries_BQWD=())

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Transaction
+from ..selection import reduce_layers
 from ..storage import RowMap
 from .decide import check_finite
 from .inputs import ForwardInputs
@@ -40,7 +41,7 @@ class EvictStep(OneTokenStep):
         super().__init__(runtime, snapshot, inputs, transaction, budget)
         # A selection that dropped nothing leaves maps that heads share; from now on each owner may lose another row.
         layers = 1 if runtime.composition.unit == "token" else runtime.geometry.num_layers
-        heads = runtime.geometry.num_kv_heads if runtime.composition.unit == "head" else 1
+        heads = 1 if runtime.composition.heads_share else runtime.geometry.num_kv_heads
         shape = (layers, inputs.batch, heads, snapshot.width)
         self._columns_LBMW, self._tokens_LBMW, self._live_LBMW = (
             torch.stack([getattr(part, name) for part in snapshot.maps]).expand(shape)
@@ -55,16 +56,21 @@ class EvictStep(OneTokenStep):
 
     def append(self, layer: int, keys_BHTD: Tensor, values_BHTD: Tensor) -> tuple[Tensor, Tensor]:
         limit = None if self.runtime.composition.quantizes else max(*self.budget_rows, self.width_after - 1) + 1
-        rows = self.snapshot.rows[layer].grown(self.snapshot.width, self.width_after, limit=limit)
+        rows = self.snapshot.opened(layer, self.width_after, limit, device=keys_BHTD.device)
+        if self.merging is not None and layer in self.merging:
+            self.merging.bring(layer, keys_BHTD, values_BHTD)
         if self.width_after > self.snapshot.width:
             rows.write(self.snapshot.width, keys_BHTD, values_BHTD)
         else:
-            slot_BM = self._slot_LBM[layer if self._slot_LBM.shape[0] > 1 else 0]
-            index = slot_BM.to(keys_BHTD.device)[:, :, None, None].expand(-1, keys_BHTD.shape[1], 1, -1)
+            slot_BM = self.slot_of(layer).to(keys_BHTD.device)
+            index = slot_BM[:, :, None, None].expand(-1, keys_BHTD.shape[1], 1, -1)
             rows.keys_BSCD.scatter_(2, index.expand(-1, -1, -1, keys_BHTD.shape[3]), keys_BHTD)
             rows.values_BSCD.scatter_(2, index.expand(-1, -1, -1, values_BHTD.shape[3]), values_BHTD)
         self.rows[layer] = rows
         return rows.view(self.width_after)
+
+    def slot_of(self, layer: int) -> Tensor:
+        return self._slot_LBM[layer if self._slot_LBM.shape[0] > 1 else 0]
 
     def successor(self) -> Snapshot:
         assert self.carry is not None, "only carried evidence is decided this way"
@@ -116,10 +122,9 @@ class EvictStep(OneTokenStep):
         assert self.carry is not None, "only carried evidence is decided this way"
         evidence = self.carry.evidence
         scores = evidence.scores(self._states_LBSWX, tokens)
-        if policy.unit != "head":
+        if policy.heads_share:
             scores = scores.sum(dim=2, keepdim=True)
-        if policy.unit == "token":
-            scores = scores.sum(dim=0, keepdim=True)
+        scores = reduce_layers(scores, policy.unit, policy.pairs)
         check_finite([torch.isfinite(scores.masked_fill(~live, 0.0)).all()])
         windows = [policy.window_for(budget) for budget in self.budget_rows]
         first_recent = torch.tensor(

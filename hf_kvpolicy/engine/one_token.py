@@ -13,6 +13,7 @@ from ..frame import LayerStep
 from ..masks import MaskRecord
 from ..storage import RowMap
 from .inputs import ForwardInputs
+from .replacing import stored_fields
 from .snapshot import Snapshot
 from .step import Step
 
@@ -38,10 +39,20 @@ class OneTokenStep(Step):
 
     def attended(self, layer: int, query_BQTD: Tensor, step: LayerStep, record: MaskRecord, scaling: float) -> None:
         """Nothing is packed: the row already lies in its slot."""
-        if self.rows[layer] is not self.snapshot.rows[layer]:
+        if self.merging is not None and layer in self.merging:
+            # The row's slot is one of the restored copy as well, which is of no more use.
+            del self.rows[layer]
+            joins = self.width_after > self.snapshot.width
+            slots = self.snapshot.width if joins else self.slot_of(layer)
+            self.merging.attended(self, step, slots, limit=max(self.width_after, max(self.budget_rows) + 1))
+        elif self.rows[layer] is not self.snapshot.rows_of(layer):
             self.note_transient(0)
         self.note_view(layer)
         self.transaction.enter_through(layer, Phase.PACK)
+
+    @abstractmethod
+    def slot_of(self, layer: int) -> Tensor:
+        """Return the dead slot that a layer's new row takes, [B, M], where none is added."""
 
     @abstractmethod
     def maps_after(self, over: list[bool]) -> tuple[RowMap, ...]:
@@ -56,11 +67,11 @@ class OneTokenStep(Step):
         counts = self.candidate_counts
         over = [count > budget for count, budget in zip(counts, self.budget_rows, strict=True)]
         frontier = self.inputs.frontier_after
-        return replace(
+        successor = replace(
             self.snapshot,
             generations=self.transaction.successor,
             frontier=frontier,
-            rows=tuple(self.rows[i] for i in range(self.runtime.geometry.num_layers)),
+            **stored_fields(self.merging, self.rows),
             maps=self.maps_after(over),
             scores_LBSWX=self.states_after(),
             counts=tuple(min(count, budget) for count, budget in zip(counts, self.budget_rows, strict=True)),
@@ -68,3 +79,4 @@ class OneTokenStep(Step):
             decision_epoch=self.snapshot.decision_epoch + 1,
             evicted_at_column=frontier.columns if any(over) else self.snapshot.evicted_at_column,
         )
+        return successor.without_dead_exceptions()

@@ -42,7 +42,7 @@ def plan_step(runtime: Runtime, inputs: ForwardInputs) -> Step:
         ConfigError: the policy would drop what the caller wants to read, or to take back.
     """
     policy, snapshot = runtime.composition, runtime.snapshot
-    if policy.representation.replaces_rows:
+    if policy.representation.has_own_step:
         return replacing_step(runtime, inputs)
     if policy.decode_blocks is not None and runtime.recording:
         _refuse_recording(policy.policy)

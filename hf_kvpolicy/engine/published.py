@@ -74,10 +74,9 @@ class Visible:
         """Return both with buffers of their own, which they share where these do; maps never change."""
         copies: dict[int, Any] = {}
 
-        def copy(snapshot: Snapshot) -> Snapshot:
-            for rows in snapshot.buffers:
-                if id(rows) not in copies:
-                    copies[id(rows)] = rows.copied()
-            return snapshot.with_buffers([copies[id(rows)] for rows in snapshot.buffers])
+        def copy(rows: Any, store: int) -> Any:
+            if id(rows) not in copies:
+                copies[id(rows)] = rows.copied()
+            return copies[id(rows)]
 
-        return self.each(copy)
+        return self.each(lambda snapshot: snapshot.each_buffer(copy))

@@ -53,7 +53,9 @@ class RingStep(OneTokenStep):
 
     def append(self, layer: int, keys_BHTD: Tensor, values_BHTD: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self.stored(keys_BHTD), self.stored(values_BHTD)
-        rows = self.snapshot.rows[layer].grown(self.snapshot.width, self.width_after, limit=self._limit)
+        rows = self.snapshot.opened(layer, self.width_after, self._limit, device=keys.device)
+        if self.merging is not None and layer in self.merging:
+            self.merging.bring(layer, keys, values)
         self.place_pinned(layer, rows)
         joins = self.width_after > self.snapshot.width
         if joins:
@@ -68,6 +70,9 @@ class RingStep(OneTokenStep):
             self._write_pristine(rows, keys)
         self.rows[layer] = rows
         return rows.view(self.width_after)
+
+    def slot_of(self, layer: int) -> Tensor:
+        return self._slot_B[:, None]
 
     def maps_after(self, over: list[bool]) -> tuple[RowMap, ...]:
         return (self._without_oldest(over) if any(over) else self._candidate,)

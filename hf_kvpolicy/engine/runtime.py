@@ -24,6 +24,7 @@ from .inputs import read_inputs
 from .plan import MAX_ROLLBACK_TOKENS, budget_rows, plan_step, selects_segments
 from .published import RunStatistics, Visible, Waiting
 from .ragged import decide_appended_ragged, laid_behind_ragged
+from .replacing import with_due
 from .snapshot import Frontier, Snapshot
 from .step import Step
 
@@ -378,10 +379,7 @@ class Runtime(Exclusive):
     def _swap(
         self, transaction: Transaction, successor: Snapshot, *, dropped: int, waiting: Waiting | None = None
     ) -> None:
-        if self.composition.quantizes and waiting is None:
-            from .coded import with_due_coded  # not imported where rows stay as they are
-
-            successor = with_due_coded(self.composition, successor)
+        successor = successor if waiting is not None else with_due(self.composition, successor)
         transaction.publish(self.snapshot.generations)
         parent = self.snapshot.generations
         # The one assignment that makes all layers' successors visible.

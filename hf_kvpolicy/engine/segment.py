@@ -52,6 +52,7 @@ class SegmentStep(Step):
             moves_keys=runtime.alibi is None,
             justified=after_all if snapshot.width else inputs.left_padded,
             ends_prompt=inputs.length > 1 or not snapshot.frontier.columns,
+            merging=self.merging,
         )
         wanted = policy.evidence.window_queries if self.decider.drops_rows else 0
         self._window = hold_window(None, inputs, snapshot.frontier.columns, wanted) if wanted else None
@@ -63,7 +64,8 @@ class SegmentStep(Step):
     def append(self, layer: int, keys_BHTD: Tensor, values_BHTD: Tensor) -> tuple[Tensor, Tensor]:
         if not self.snapshot.width:
             return keys_BHTD, values_BHTD
-        rows, width = self.snapshot.rows[layer], self.snapshot.width
+        width = self.snapshot.width
+        rows = self.snapshot.opened(layer, width, device=keys_BHTD.device)
         self.place_pinned(layer, rows)
         new_keys, new_values = self.stored(keys_BHTD), self.stored(values_BHTD)
         old_keys, old_values = rows.view(width)
@@ -75,9 +77,9 @@ class SegmentStep(Step):
 
     def _choose(self, layer: int, query_BQTD: Tensor, step: LayerStep, record: MaskRecord, scaling: float) -> None:
         view = self.view_map(layer)
-        keys = step.keys.detach()
-        if self.snapshot.width:
-            keys = pristine_keys(self.snapshot.rows[layer], keys)
+        keys, own = step.keys.detach(), self.snapshot.rows_of(layer)
+        if self.snapshot.width and own is not None:
+            keys = pristine_keys(own, keys)
         states, workspace_bytes = None, 0
         if self.carry is not None:
             states = self.carry.states(layer, query_BQTD, step.keys.detach(), view, self.visibility(record))
@@ -102,14 +104,13 @@ class SegmentStep(Step):
         self.note_transient(layer_bytes + max(workspace_bytes, self.decider.workspace_bytes))
 
     def successor(self) -> Snapshot:
-        rows, maps = self.decider.finish(self.runtime.geometry.num_layers)
+        chosen = self.decider.finish(self.runtime.geometry.num_layers)
         frontier = self.inputs.frontier_after
         return replace(
             self.snapshot,
             generations=self.transaction.successor,
             frontier=frontier,
-            rows=rows,
-            maps=maps,
+            **chosen,
             tail=None,
             counts=self.decider.kept_counts,
             tail_counts=(0,) * self.inputs.batch,

@@ -1,70 +1,30 @@
 """What is published: one immutable record that every reader follows.
 
-Letters: B batch rows, Q query heads, W held queries, D head dimension.
+Letters: L layers, B batch rows, S stored heads, M map heads, W slots in use, D head dimension, X state channels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..contract import Generations, producers_of_pairs
-from ..masks import MaskRecord
 from ..storage import DenseRows, RaggedLayer, RaggedMap, RaggedRows, RowMap, owners_of
-from ..weighting import Weighting
 from .foreign import ForeignLayers, selected_layers
 from .frontier import Frontier
+from .open_segment import OpenSegment
 from .placement import Moves, Placement
-from .queries import QueryWindow
 
 if TYPE_CHECKING:
     from ..storage.merged import MergedPair
     from ..storage.trailing import PendingTokens
 
 __all__ = ["Frontier", "OpenSegment", "Snapshot"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class OpenSegment:
-    """A prompt segment whose selection still waits: for more chunks, or for acceptance."""
-
-    start_column: int
-    # The masking rule of the segment, without masks of its own.
-    rule: MaskRecord
-    # How each layer makes weights of its products; set as the segment's first forward ends.
-    scalings: tuple[float, ...] = ()
-    weightings: tuple[Weighting, ...] = ()
-    # Which queries are held and, per layer, the queries [B, Q, W, D]; none for evidence that needs none.
-    window: QueryWindow | None = None
-    queries_BQWD: tuple[Tensor, ...] = ()
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return every tensor this object keeps alive."""
-        if self.window is None:
-            return self.queries_BQWD
-        return (*self.queries_BQWD, *self.window.tensors())
-
-    def cropped(self, column: int) -> OpenSegment | None:
-        """Return the segment as if nothing at or after a column had been fed; None if nothing of it is left."""
-        if column <= self.start_column:
-            return None
-        return self if self.window is None else replace(self, window=self.window.before_column(column))
-
-    def batch(self, index_B: Tensor) -> OpenSegment:
-        """Return the segment with its batch rows selected, repeated or reordered."""
-        queries = tuple(q.index_select(0, index_B.to(q.device)) for q in self.queries_BQWD)
-        return replace(self, queries_BQWD=queries, window=None if self.window is None else self.window.batch(index_B))
-
-    def to(self, place: Placement, move: Moves) -> OpenSegment:
-        """Return the segment with its held queries on the devices given."""
-        queries = tuple(move(held, device) for held, device in zip(self.queries_BQWD, place.layers, strict=False))
-        return replace(
-            self, queries_BQWD=queries, window=None if self.window is None else move(self.window, place.shared)
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,8 +47,8 @@ class Snapshot:
     pairs: tuple[MergedPair, ...] = ()
     # The layer whose rows each layer reads, where some layers store none; `rows` are then those of the layers that do.
     producers: tuple[int, ...] = ()
-    # What waits for acceptance before it is merged: of pairs two entries each, of merged tokens one a layer.
-    pending: tuple[DenseRows | PendingTokens, ...] = ()
+    # Tokens of each layer that wait for acceptance before they are merged.
+    pending: tuple[PendingTokens, ...] = ()
     # Rows appended since the last selection, the same for every layer and head.
     tail: RowMap | None = None
     # Dense storage: live rows of each owner, per batch row (equal for all owners of a batch row).
@@ -174,7 +134,16 @@ class Snapshot:
         alone, paired = iter(self.rows), iter(self.pairs)
         return tuple(next(alone) if len(layers) == 1 else next(paired) for layers in self.stores)
 
-    def with_buffers(self, buffers: Sequence[DenseRows | RaggedRows | MergedPair]) -> Snapshot:
+    def each_buffer(self, act: Callable[[Any, int], Any]) -> Snapshot:
+        """Return the snapshot over what an action makes of its buffers (of a pair's parts) and the store they are."""
+        return self._with_buffers(
+            [
+                act(rows, store) if isinstance(rows, DenseRows | RaggedRows) else rows.each(partial(_at, act, store))
+                for store, rows in enumerate(self.buffers)
+            ]
+        )
+
+    def _with_buffers(self, buffers: Sequence[DenseRows | RaggedRows | MergedPair]) -> Snapshot:
         """Return the snapshot over other buffers that hold the same rows in the same slots."""
         return replace(
             self,
@@ -213,12 +182,32 @@ class Snapshot:
         """Return one layer's keys and values: slots in use [B, S, W, D] (restored, of a pair), or flat slots [N, D]."""
         if self.ragged:
             return self.ragged[layer].rows.flat()
-        for pair in self.pairs:
-            if layer in pair.layers:
-                return pair.restored(layer, self.width)
-        alone = [layers[0] for layers in self.stores if len(layers) == 1]
-        layer = self.producers[layer] if self.producers else layer
-        return self.rows[alone.index(layer)].view(self.width) if self.rows else (None, None)
+        if not self.buffers:
+            return None, None
+        if self.producers:
+            return self.rows[self.storing(0).index(self.producers[layer])].view(self.width)
+        return self.opened(layer, self.width).view(self.width)
+
+    def rows_of(self, layer: int) -> DenseRows | None:
+        """Return the dense buffers of a layer by itself; None of a layer that shares a store, and before any."""
+        if not self.pairs:
+            return self.rows[layer] if self.rows else None
+        below = [paired for pair in self.pairs for paired in pair.layers if paired <= layer]
+        return None if layer in below else self.rows[layer - len(below)]
+
+    def opened(
+        self, layer: int, needed: int, limit: int | None = None, *, device: torch.device | None = None
+    ) -> DenseRows:
+        """Return a layer's buffers with room for so many slots; of a pair, a copy of what it restores.
+
+        `limit` is the most slots there will ever be. A pair lies with its deeper layer, its copy on the `device` given.
+        """
+        own = self.rows_of(layer)
+        if own is not None:
+            return own.grown(self.width, needed, limit=limit)
+        pair = next(pair for pair in self.pairs if layer in pair.layers)
+        keys, values = pair.restored(layer, self.width, needed - self.width)
+        return DenseRows(keys_BSCD=keys.to(device), values_BSCD=values.to(device))
 
     def owner_rows(self, layer: int, heads: int) -> list[list[int]]:
         """Return the live rows of one layer's owners, [B][S]."""
@@ -233,6 +222,12 @@ class Snapshot:
         if not self.ragged:
             return sum(self.counts) * len(self.storing(layers)) * heads
         return sum(sum(layer.map.lengths) for layer in self.ragged) + sum(self.tail_counts) * layers * heads
+
+    def without_dead_exceptions(self) -> Snapshot:
+        """Return the snapshot whose pairs keep nothing of rows that died in their slots."""
+        if not self.pairs:
+            return self
+        return replace(self, pairs=tuple(pair.living(self.full_map(pair.layers[0]).live_BMW) for pair in self.pairs))
 
     @property
     def holds_codes(self) -> bool:
@@ -251,7 +246,8 @@ class Snapshot:
             return sum(layer.payload_bytes(sum(self.tail_counts) * heads) for layer in self.ragged)
         alone = layers - 2 * len(self.pairs)
         own_bytes = self.total_rows(alone, heads) * self.buffers[0].row_bytes
-        return own_bytes + sum(pair.payload_bytes(sum(self.counts) * heads) for pair in self.pairs)
+        live = [self.full_map(pair.layers[0]).live_BMW for pair in self.pairs]
+        return own_bytes + sum(pair.payload_bytes(flags) for pair, flags in zip(self.pairs, live, strict=True))
 
     @property
     def width(self) -> int:
@@ -287,12 +283,11 @@ class Snapshot:
         shared, segment = place.shared, self.open_segment
         # A pair moves with its deeper layer.
         devices = [place.layers[layers[-1]] for layers in self.stores]
-        moved = self.with_buffers([move(rows, device) for rows, device in zip(self.buffers, devices, strict=True)])
-        waiting = [place.layers[layer] for pair in self.pairs for layer in (pair.layers[-1],) * 2] or place.layers
+        moved = self.each_buffer(lambda rows, store: move(rows, devices[store]))
         return replace(
             moved,
             frontier=self.frontier.to(shared, move),
-            pending=tuple(move(rows, device) for rows, device in zip(self.pending, waiting, strict=False)),
+            pending=tuple(move(rows, device) for rows, device in zip(self.pending, place.layers, strict=False)),
             maps=tuple(move(part, device) for part, device in zip(self.maps, place.maps, strict=not self.ragged)),
             ragged=tuple(
                 replace(
@@ -371,3 +366,7 @@ class Snapshot:
             open_segment=None if segment is None else segment.batch(on(self.device)),
             foreign=selected_layers(self.foreign, on(self.device)),
         )
+
+
+def _at(act: Callable[[Any, int], Any], store: int, part: Any) -> Any:
+    return act(part, store)

@@ -25,6 +25,7 @@ from ..weighting import PLAIN, Weighting
 from .carry import Carry
 from .foreign import settled_layers, working_layers
 from .inputs import ForwardInputs, new_rows_map
+from .replacing import merging_of
 from .snapshot import Snapshot
 from .visibility import Visibility
 
@@ -47,6 +48,7 @@ class Step(ABC):
         # Ragged rows take their states along in their map, and a selection updates them owner by owner.
         evidence, dense = policy.evidence, policy.storage == "dense"
         self.carry = Carry(self, evidence) if dense and isinstance(evidence, CarriedEvidence) else None
+        self.merging = merging_of(policy, snapshot)
         # How the layer in hand makes weights of its products.
         self.scaling, self.weighting = 1.0, PLAIN
         self.transient_bytes = 0
@@ -165,7 +167,10 @@ class Step(ABC):
                 f"The model returned before {self._layers_left} of its attention layers had run. Run the whole decoder."
             )
         with stored_tensors():
-            self.runtime.publish(self, replace(self.successor(), foreign=settled_layers(self.foreign)))
+            successor = replace(self.successor(), foreign=settled_layers(self.foreign))
+            if self.merging is not None:
+                successor = self.merging.settled(successor)
+            self.runtime.publish(self, successor)
         leave_forward()
 
     # -- what a kind of forward does ----------------------------------------------------------------------------------
@@ -259,6 +264,11 @@ class Step(ABC):
         return False
 
     @property
+    def holds_rows(self) -> bool:
+        """Whether new rows stay as they are until it is known which of them count."""
+        return self.runtime.recording
+
+    @property
     def waiting_queries(self) -> int:
         """How many of this forward's last queries enter no state before they are accepted."""
         return 0
@@ -313,7 +323,8 @@ class Step(ABC):
     def fresh_buffers(self) -> list[Tensor]:
         """Return the tensors of buffers that this forward made."""
         parent = {id(rows) for rows in self.snapshot.rows}
-        return [tensor for rows in self.rows.values() if id(rows) not in parent for tensor in rows.tensors()]
+        merged = [] if self.merging is None else self.merging.fresh_tensors()
+        return [tensor for rows in self.rows.values() if id(rows) not in parent for tensor in rows.tensors()] + merged
 
     def _attention(
         self, backend: str, module: torch.nn.Module, query: Tensor, step: LayerStep, record: MaskRecord, kwargs: Any

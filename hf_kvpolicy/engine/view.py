@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from ..storage import DenseRows
 
+if TYPE_CHECKING:
+    from .snapshot import Snapshot
+
 __all__ = ["pristine_keys", "published_rows"]
 
 
-def published_rows(rows: DenseRows, width: int) -> tuple[Tensor, Tensor]:
-    """Return keys (of pinned rows the unmoved ones) and values of the first `width` slots, [B, S, width, D]."""
-    keys, values = rows.view(width)
+def published_rows(snapshot: Snapshot, layer: int) -> tuple[Tensor, Tensor]:
+    """Return keys (of pinned rows the unmoved ones) and values of a layer's slots in use, [B, S, W, D]."""
+    rows = snapshot.opened(layer, snapshot.width)
+    keys, values = rows.view(snapshot.width)
     return pristine_keys(rows, keys), values
 
 

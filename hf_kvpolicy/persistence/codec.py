@@ -295,11 +295,13 @@ def _check_shapes(snapshot: Snapshot) -> None:
     batch, width, columns = snapshot.batch_size, snapshot.width, snapshot.frontier.columns
     fed = [part for part in (snapshot.frontier.seen_BF, snapshot.frontier.kinds_BF) if part is not None]
     parts = [*snapshot.maps, *([] if snapshot.tail is None else [snapshot.tail])]
-    heads = snapshot.rows[0].keys_BSCD.shape[1] if snapshot.rows else 1
+    heads, layers = 1, len(snapshot.rows) + 2 * len(snapshot.pairs)
+    for shaped in (*(rows.keys_BSCD for rows in snapshot.rows), *(pair.keys.shared_BHCD for pair in snapshot.pairs)):
+        heads = shaped.shape[1]
     per_row = [snapshot.frontier.position_offsets, snapshot.counts, snapshot.tail_counts, snapshot.budget_rows]
     per_row += [snapshot.profile_tokens, snapshot.settled_tokens]
     sound = (
-        (not snapshot.rows or len(snapshot.maps) in (1, len(snapshot.rows)))
+        (not layers or len(snapshot.maps) in (1, layers))
         and all(pair.keys.shared_BHCD.shape[0] == batch and pair.capacity >= width for pair in snapshot.pairs)
         and all(part.live_BMW.shape[0] == batch and part.map_heads in (1, heads) for part in parts)
         and len({part.width for part in snapshot.maps}) <= 1

@@ -1,5 +1,7 @@
 """The stores of layer pairs as named tensors, and back. Slots and log entries in use are saved; room is laid out again.
 
+Of a prompt that is held the rows of both layers, which are not merged yet, are saved as they are.
+
 Letters: B batch rows, H KV heads, W slots in use, D head dimension, E exceptions.
 """
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import IntegrityError
+from ..storage import DenseRows
 from ..storage.merged import MergedPair, MergedTensor
 
 __all__ = ["decode_pair", "encode_pair"]
@@ -24,12 +27,13 @@ Take = Callable[[str, torch.device], Tensor]
 def encode_pair(pair: MergedPair, width: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return a pair's facts as plain JSON values and its tensors by name."""
     tensors: dict[str, Tensor] = {}
-    facts: dict[str, Any] = {"layers": list(pair.layers), "slots": pair.capacity}
+    merged = min(width, pair.merged_slots)
+    facts: dict[str, Any] = {"layers": list(pair.layers), "slots": pair.keys.capacity, "merged_slots": merged}
     for name, store in (("keys", pair.keys), ("values", pair.values)):
         used = store.exceptions
         parts = (
-            store.shared_BHCD[:, :, :width],
-            store.magnitudes_2BHC[..., :width],
+            store.shared_BHCD[:, :, :merged],
+            store.magnitudes_2BHC[..., :merged],
             store.thresholds_BH,
             store.index_E[:used],
             store.rows_2ED[:, :used],
@@ -37,6 +41,10 @@ def encode_pair(pair: MergedPair, width: int) -> tuple[dict[str, Any], dict[str,
         where = f"pair.{pair.layers[0]}.{name}"
         tensors |= {f"{where}.{part}": tensor for part, tensor in zip(_PARTS, parts, strict=True)}
         facts[f"{name}_entries"] = store.index_E.shape[0]
+    facts["unmerged_slots"] = [rows.capacity for rows in pair.unmerged]
+    for layer, rows in zip(pair.layers, pair.unmerged, strict=False):
+        held = zip(("keys", "values"), rows.view(width - merged), strict=True)
+        tensors |= {f"pair.{pair.layers[0]}.unmerged.{layer}.{name}": tensor for name, tensor in held}
     return facts, tensors
 
 
@@ -47,13 +55,23 @@ def decode_pair(take: Take, facts: Mapping[str, Any], layer_devices: Sequence[to
         IntegrityError: facts and tensors do not belong together.
     """
     lower, deeper = facts["layers"]
+    device = layer_devices[deeper]
     keys, values = (
-        _decode(take, f"pair.{lower}.{name}", facts["slots"], facts[f"{name}_entries"], layer_devices[deeper])
+        _decode(take, f"pair.{lower}.{name}", facts["slots"], facts[f"{name}_entries"], device)
         for name in ("keys", "values")
     )
     if keys.shared_BHCD.shape[:2] != values.shared_BHCD.shape[:2]:
         raise IntegrityError(f"Layers {lower} and {deeper} were saved with keys and values of unequal shape.")
-    return MergedPair(layers=(lower, deeper), keys=keys, values=values)
+    if facts["merged_slots"] > keys.capacity:
+        raise IntegrityError(f"Layers {lower} and {deeper} were saved with more merged slots than they have.")
+    unmerged = []
+    for layer, slots in zip((lower, deeper), facts["unmerged_slots"], strict=False):
+        held = [take(f"pair.{lower}.unmerged.{layer}.{name}", device) for name in ("keys", "values")]
+        rows = DenseRows.allocate(held[0], held[1], slots)
+        rows.write(0, *held)
+        unmerged.append(rows)
+    merged = facts["merged_slots"]
+    return MergedPair(layers=(lower, deeper), keys=keys, values=values, merged_slots=merged, unmerged=tuple(unmerged))
 
 
 def _decode(take: Take, where: str, slots: int, entries: int, device: torch.device) -> MergedTensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -10,16 +10,20 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..allocation import parse_budget
 from ..cache import PolicyCache
 from ..engine import Composition
-from ..errors import ConfigError, ManifestError, did_you_mean
+from ..errors import ConfigError, did_you_mean
 from ..representation import ORIGINAL_ROWS, RowRepresentation
+from .merging import MergeLayers, merged_rows
+from .options import bounded_only, check_ratio, refuse_quantized, token_positions
 
 __all__ = [
     "BudgetLike",
+    "MergeLayers",
     "ModelOrConfig",
     "PolicyCache",
     "bounded_only",
     "check_ratio",
     "compose",
+    "refuse_quantized",
     "row_representation",
     "token_positions",
 ]
@@ -33,6 +37,7 @@ def compose(
     common: Mapping[str, Any],
     own: Mapping[str, Any] | None = None,
     *,
+    model: ModelOrConfig | None = None,
     needs_budget: bool = True,
     **axes: Any,
 ) -> Composition:
@@ -40,18 +45,26 @@ def compose(
 
     Args:
         policy: the registered name.
-        common: budget, unit, group, protect, on_append, chunked_prefill, variant, fallback, quantize, block_rows, as
-        the constructor got them. own: the policy's other constructor options, for the manifest.
+        common: budget, unit, group, protect, on_append, chunked_prefill, variant, fallback, quantize, block_rows,
+            merge_layers, as the constructor got them.
+        own: the policy's other constructor options, for the manifest.
+        model: whose layers may be merged.
         needs_budget: whether budget=None is refused; else it means no limit.
         axes: what the options mean: schedule, evidence, window_rows, sinks, ...
 
     Raises:
-        ConfigError, BudgetError, ManifestError: as `Composition`, `parse_budget` and `token_positions`.
+        ConfigError, BudgetError, ManifestError: as `Composition`, `parse_budget`, `token_positions`, `merged_rows` and
+            `refuse_quantized`.
     """
     shared = {**common, "protect": token_positions(common["protect"], policy)}
     options = {**shared, **(own or {})}
     given = shared.pop("budget")
-    representation = row_representation(policy, shared.pop("quantize", None), shared.pop("block_rows", 32))
+    quantize, merge_layers = shared.pop("quantize", None), shared.pop("merge_layers", None)
+    representation = row_representation(policy, quantize, shared.pop("block_rows", 32))
+    if merge_layers is not None:
+        refuse_quantized(policy, quantize)
+        assert model is not None, "a policy that takes merge_layers hands its model on"
+        representation = merged_rows(policy, merge_layers, model)
     budget = parse_budget(given) if needs_budget or given is not None else None
     return Composition(policy=policy, budget=budget, options=options, representation=representation, **shared, **axes)
 
@@ -76,43 +89,3 @@ def row_representation(policy: str, quantize: str | None, block_rows: int) -> Ro
     return QuantizedRows(
         name=name, replaces_rows=False, quantizes=True, bits=PRECISIONS[quantize], block_rows=block_rows
     )
-
-
-def check_ratio(policy: str, name: str, value: float) -> None:
-    """Reject a share outside [0, 1].
-
-    Raises:
-        ConfigError: the value is not a number between 0 and 1.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
-        raise ConfigError(f"{policy}: {name} is a share between 0 and 1; got {value!r}.")
-
-
-def bounded_only(on_append: str, policy: str) -> str:
-    """Return `on_append` of a policy whose budget holds after every step.
-
-    Raises:
-        ManifestError: "append" would let a prompt segment exceed the budget.
-    """
-    if on_append == "append":
-        raise ManifestError(
-            f"{policy}: the budget holds after every step, but on_append='append' keeps a later prompt segment whole. "
-            "Use on_append='recompress', or a policy that decides at the end of a prompt (snapkv)."
-        )
-    return on_append
-
-
-def token_positions(protect: Iterable[int] | None, policy: str) -> tuple[int, ...]:
-    """Return explicit protected token positions, ascending and without duplicates.
-
-    Raises:
-        ConfigError: an entry is not a non-negative whole number.
-    """
-    wanted: list[Any] = [] if protect is None else list(protect)
-    for token in wanted:
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise ConfigError(
-                f"{policy}: protect must list token positions (0 is a row's first real token); got {token!r}. "
-                "Give for example protect=range(0, 20) for a system prompt of 20 tokens."
-            )
-    return tuple(sorted(set(wanted)))

@@ -49,6 +49,11 @@ class DepthPairs(RowRepresentation):
         return True
 
     @property
+    def has_own_step(self) -> bool:
+        """False: every kind of step runs layers that share a store."""
+        return False
+
+    @property
     def unit(self) -> str:
         """Two layers share a row."""
         return "pair"

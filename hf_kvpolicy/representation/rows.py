@@ -30,6 +30,11 @@ class RowRepresentation:
         return False
 
     @property
+    def has_own_step(self) -> bool:
+        """Whether its forwards are a kind of step of their own."""
+        return self.replaces_rows
+
+    @property
     def unit(self) -> str | None:
         """What shares a row beside the unit of selection; None where nothing does."""
         return None

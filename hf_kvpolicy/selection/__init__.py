@@ -16,7 +16,7 @@ from .classes import (
     weakest_rows,
 )
 from .topk import Kept, keep_best, keep_best_reference, kept_index
-from .units import UNITS, reduce_heads
+from .units import UNITS, reduce_heads, reduce_layers
 
 __all__ = [
     "NEWEST",
@@ -36,6 +36,7 @@ __all__ = [
     "kept_index",
     "lowest_rows",
     "reduce_heads",
+    "reduce_layers",
     "row_classes",
     "weakest_rows",
 ]

@@ -1,22 +1,27 @@
 """Rows of two layers in one store: shared rows, a magnitude for each layer, and the exceptions as they were.
 
-One `MergedPair` serves both layers. Its slots are those of the cache, so that the row of a column lies at the column's
-slot. Exceptions are a log of rows in ascending order of slot and owner (batch row * H + head): appending writes behind
-the last one, taking columns back shortens it. As everywhere, a published slot or entry is never written again.
+One `MergedPair` serves both layers; its slots are those of their maps. Exceptions are a log of live rows in ascending
+order of slot and owner (batch row * H + head): appending writes behind the last one, taking columns back shortens it,
+and a row that dies leaves it. As everywhere, a published slot or entry is never written again.
 
-Letters: B batch rows, H KV heads, C capacity in slots, T new rows, W slots in use, D head dimension, O owners (B * H),
-E entries of the log; an axis of size 2 is (lower, deeper layer).
+Behind the merged slots may lie rows of both layers as they were: those that wait for acceptance, or for the end of a
+prompt that is held.
+
+Letters: B batch rows, H KV heads, M map heads (H or 1), C capacity in slots, T new rows, W slots in use, K slots taken,
+D head dimension, O owners (B * H), E entries of the log; an axis of size 2 is (lower, deeper layer).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .dense import growth_slots, stored_tensors
+from .dense import DenseRows, growth_slots, stored_tensors
+from .gather import gather_rows
 
 __all__ = ["MergedPair", "MergedTensor"]
 
@@ -77,11 +82,16 @@ class MergedTensor:
         entry_bytes = 2 * self.vector_bytes + self.index_E.element_size()
         return self.owners * self.capacity * (self.vector_bytes + 2 * 4) + self.index_E.shape[0] * entry_bytes
 
-    def grown(self, used: int, needed: int) -> MergedTensor:
-        """Return the store with room for `needed` slots and its first `used` slots copied; self when there is room."""
+    def grown(self, used: int, needed: int, *, limit: int | None = None) -> MergedTensor:
+        """Return the store with room for `needed` slots and its first `used` slots copied; self when there is room.
+
+        `limit` is the most slots there will ever be; slack beyond it would be waste.
+        """
         if needed <= self.capacity:
             return self
-        larger = MergedTensor.allocate(self.shared_BHCD, growth_slots(needed))
+        slots = growth_slots(needed)
+        slots = slots if limit is None else max(needed, min(slots, limit))
+        larger = MergedTensor.allocate(self.shared_BHCD, slots)
         larger.write(0, self.shared_BHCD[:, :, :used], self.magnitudes_2BHC[..., :used])
         return replace(self, shared_BHCD=larger.shared_BHCD, magnitudes_2BHC=larger.magnitudes_2BHC)
 
@@ -90,6 +100,12 @@ class MergedTensor:
         rows = shared_BHTD.shape[2]
         self.shared_BHCD.narrow(2, slot, rows).copy_(shared_BHTD)
         self.magnitudes_2BHC.narrow(3, slot, rows).copy_(magnitudes_2BHT)
+
+    def write_at(self, slot_BM: Tensor, shared_BH1D: Tensor, magnitudes_2BH1: Tensor) -> None:
+        """Write one merged row per owner, each into a slot of its own."""
+        slot_BH11 = slot_BM.expand(shared_BH1D.shape[:2])[:, :, None, None]
+        self.shared_BHCD.scatter_(2, slot_BH11.expand(shared_BH1D.shape), shared_BH1D)
+        self.magnitudes_2BHC.scatter_(3, slot_BH11[..., 0].expand(magnitudes_2BH1.shape), magnitudes_2BH1)
 
     def note(self, used: int, apart_BHT: Tensor, rows_2BHTD: Sequence[Tensor]) -> MergedTensor:
         """Return the store with those of the rows behind `used` slots that are kept as they were."""
@@ -104,6 +120,40 @@ class MergedTensor:
             owner, heads = place % self.owners, rows_BHTD.shape[1]
             grown.rows_2ED[layer, new] = rows_BHTD[owner // heads, owner % heads, place // self.owners]
         return replace(grown, exceptions=total)
+
+    def note_at(self, slot_BM: Tensor, apart_BH1: Tensor, rows_2BH1D: Sequence[Tensor]) -> MergedTensor:
+        """As `note`, of one row per owner at a slot that had none; entries are laid anew in their order."""
+        owner = apart_BH1.reshape(-1).nonzero()[:, 0]
+        if not owner.shape[0]:
+            return self
+        slot = slot_BM.expand(apart_BH1.shape[:2]).reshape(-1)[owner]
+        index, order = torch.cat([self.index_E[: self.exceptions], (slot * self.owners + owner).int()]).sort()
+        new = torch.stack([rows.flatten(0, 1)[owner, 0] for rows in rows_2BH1D])
+        rows_2ED = torch.cat([self.rows_2ED[:, : self.exceptions], new], dim=1)[:, order]
+        return replace(self, index_E=index, rows_2ED=rows_2ED, exceptions=index.shape[0])
+
+    def living(self, live_BMW: Tensor) -> MergedTensor:
+        """Return the store without the entries of rows that are dead; buffers are shared where none is."""
+        owner, slot = self.entries()
+        heads = self.shared_BHCD.shape[1]
+        stays = live_BMW.to(slot.device).expand(-1, heads, -1)[owner // heads, owner % heads, slot]
+        kept = stays.nonzero()[:, 0]
+        if kept.shape[0] == self.exceptions:
+            return self
+        return replace(self, index_E=self.index_E[kept], rows_2ED=self.rows_2ED[:, kept], exceptions=kept.shape[0])
+
+    def taken(self, index_BMK: Tensor, capacity: int) -> tuple[MergedTensor, Tensor]:
+        """Return a store of these slots, bit for bit, without entries; and which of them had one, bool [B, H, K]."""
+        batch, heads, slots, _ = self.shared_BHCD.shape
+        store = MergedTensor.allocate(self.shared_BHCD, capacity)
+        magnitudes = self.magnitudes_2BHC[..., None]
+        kept = [gather_rows(part, index_BMK, heads)[..., 0] for part in magnitudes]
+        store.write(0, gather_rows(self.shared_BHCD, index_BMK, heads), torch.stack(kept))
+        owner, slot = self.entries()
+        apart_BHC1 = torch.zeros((batch * heads, slots), dtype=torch.bool, device=slot.device)
+        apart_BHC1[owner, slot] = True
+        apart = gather_rows(apart_BHC1.view(batch, heads, slots, 1), index_BMK, heads)[..., 0]
+        return replace(store, thresholds_BH=self.thresholds_BH), apart
 
     def restored(self, layer: int, width: int, room: int = 0) -> Tensor:
         """Return one layer's (0 or 1) rows of the first `width` slots, [B, H, width + room, D]; the room is unset."""
@@ -183,6 +233,9 @@ class MergedPair:
     layers: tuple[int, int]
     keys: MergedTensor
     values: MergedTensor
+    # Slots in use whose rows are merged; behind them lie those of `unmerged`, one entry a layer, if there are any.
+    merged_slots: int = 0
+    unmerged: tuple[DenseRows, ...] = ()
 
     @classmethod
     def allocate(cls, layers: tuple[int, int], keys_BHTD: Tensor, values_BHTD: Tensor, capacity: int) -> MergedPair:
@@ -192,8 +245,8 @@ class MergedPair:
 
     @property
     def capacity(self) -> int:
-        """Slots per KV head."""
-        return self.keys.capacity
+        """Slots per KV head that can be in use."""
+        return self.merged_slots + self.unmerged[0].capacity if self.unmerged else self.keys.capacity
 
     @property
     def device(self) -> torch.device:
@@ -205,14 +258,17 @@ class MergedPair:
         """Bytes of one K/V row pair of one layer and KV head, were it not merged."""
         return self.keys.vector_bytes + self.values.vector_bytes
 
-    def payload_bytes(self, live_rows: int) -> int:
-        """Bytes of so many rows, over all owners, with all it takes to restore them in both layers."""
-        return self.keys.payload_bytes(live_rows) + self.values.payload_bytes(live_rows)
+    def payload_bytes(self, live_BMW: Tensor) -> int:
+        """Bytes of the live rows, over all owners, with all it takes to restore them in both layers."""
+        live_BHW = live_BMW.expand(-1, self.keys.shared_BHCD.shape[1], -1)
+        merged = int(live_BHW[:, :, : self.merged_slots].sum())
+        apart = int(live_BHW.sum()) - merged
+        return self.keys.payload_bytes(merged) + self.values.payload_bytes(merged) + apart * 2 * self.row_bytes
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of all slots and entries, in use or not."""
-        return self.keys.slot_bytes + self.values.slot_bytes
+        return self.keys.slot_bytes + self.values.slot_bytes + sum(rows.slot_bytes for rows in self.unmerged)
 
     @property
     def thresholds(self) -> tuple[Tensor, Tensor]:
@@ -221,27 +277,50 @@ class MergedPair:
 
     def restored(self, layer: int, width: int, room: int = 0) -> tuple[Tensor, Tensor]:
         """Return keys and values of one of the model's two layers, with room for new rows behind them."""
-        which = self.layers.index(layer)
-        return self.keys.restored(which, width, room), self.values.restored(which, width, room)
+        which, merged = self.layers.index(layer), min(width, self.merged_slots)
+        keys, values = (store.restored(which, merged, width - merged + room) for store in (self.keys, self.values))
+        if merged < width:
+            held = self.unmerged[which].view(width - merged)
+            keys[:, :, merged:width], values[:, :, merged:width] = held
+        return keys, values
+
+    def holding(self, width: int, rows_2: Sequence[tuple[Tensor, Tensor]]) -> MergedPair:
+        """Return the pair with new rows (keys and values of either layer) behind `width` slots, as they are."""
+        used, held = width - self.merged_slots, []
+        for which, (keys, values) in enumerate(rows_2):
+            own = self.unmerged[which] if self.unmerged else DenseRows.allocate(keys, values, keys.shape[2])
+            larger = own.grown(used, used + keys.shape[2])
+            larger.write(used, keys, values)
+            held.append(larger)
+        return replace(self, unmerged=tuple(held))
+
+    def held(self, slot: int, rows: int) -> list[tuple[Tensor, Tensor]]:
+        """Return keys and values of either layer of consecutive slots that are not merged."""
+        return [each.held(slot - self.merged_slots, rows) for each in self.unmerged]
 
     def first(self, width: int) -> MergedPair:
         """Return the pair without the rows from slot `width` on; buffers are shared."""
-        return replace(self, keys=self.keys.first(width), values=self.values.first(width))
+        if width > self.merged_slots:
+            return self
+        keys, values = self.keys.first(width), self.values.first(width)
+        return replace(self, keys=keys, values=values, merged_slots=width, unmerged=())
+
+    def living(self, live_BMW: Tensor) -> MergedPair:
+        """Return the pair without exceptions of rows that are dead."""
+        return replace(self, keys=self.keys.living(live_BMW), values=self.values.living(live_BMW))
 
     def batch(self, index: Sequence[int]) -> MergedPair:
         """Return the pair with its batch rows selected, repeated or reordered (always a copy)."""
-        return replace(self, keys=self.keys.batch(index), values=self.values.batch(index))
+        index_J = torch.tensor(list(index), dtype=torch.int64, device=self.device)
+        unmerged = tuple(rows.batch(index_J) for rows in self.unmerged)
+        return replace(self, keys=self.keys.batch(index), values=self.values.batch(index), unmerged=unmerged)
 
-    def copied(self) -> MergedPair:
-        """Return an independent copy."""
-        return replace(self, keys=self.keys.copied(), values=self.values.copied())
-
-    def to(self, device: torch.device) -> MergedPair:
-        """Return the pair on another device; self when it lies there."""
-        return (
-            self if device == self.device else replace(self, keys=self.keys.to(device), values=self.values.to(device))
-        )
+    def each(self, act: Callable[[Any], Any]) -> MergedPair:
+        """Return the pair of what becomes of its parts; a waiting pair shares them with the published one."""
+        unmerged = tuple(act(rows) for rows in self.unmerged)
+        return replace(self, keys=act(self.keys), values=act(self.values), unmerged=unmerged)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return every tensor this object keeps alive."""
-        return (*self.keys.tensors(), *self.values.tensors())
+        held = [tensor for rows in self.unmerged for tensor in rows.tensors()]
+        return (*self.keys.tensors(), *self.values.tensors(), *held)

@@ -122,5 +122,5 @@ def test_a_bounded_policy_takes_the_common_options(policy: str) -> None:
     from hf_kvpolicy.config import policy_options
 
     common = {"budget", "group", "unit", "on_append", "variant", "chunked_prefill", "fallback", "protect"}
-    common |= {"quantize", "block_rows"}
+    common |= {"quantize", "block_rows", "merge_layers"}
     assert common <= set(policy_options(policy))

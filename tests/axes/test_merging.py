@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -214,6 +215,66 @@ def test_batch_rows_take_their_exceptions_along(index: list[int]) -> None:
     filled.check()
 
 
+@pytest.mark.parametrize("map_heads", [1, 2])
+def test_slots_are_used_again(map_heads: int) -> None:
+    """Rows die, slot by slot and owner by owner; their exceptions go, and others take their slots."""
+    filled = Filled((9, 5))
+    parent, before = filled.store, filled.expected.clone()
+    draw = torch.Generator().manual_seed(map_heads)
+    for step in range(20):
+        slot_BM = torch.randint(14, (3, map_heads), generator=draw)
+        live = torch.ones(3, map_heads, 14, dtype=torch.bool).scatter(2, slot_BM[..., None], False)
+        filled.store = filled.store.living(live)
+        owner, slot = filled.store.entries()
+        assert not (slot == slot_BM.expand(3, 2).flatten()[owner]).any()
+        shared, magnitudes, both = rows(3, 2, 1, 4, seed=step), rows(2, 3, 2, 1, seed=step + 50), rows(2, 3, 2, 1, 4)
+        apart = torch.rand(3, 2, 1, generator=draw) < 0.4
+        # A slot that the first store still names is not written: this one has slots of its own.
+        own = {name: getattr(filled.store, name).clone() for name in ("shared_BHCD", "magnitudes_2BHC")}
+        filled.store = replace(filled.store, **own)
+        filled.store.write_at(slot_BM, shared, magnitudes)
+        filled.store = filled.store.note_at(slot_BM, apart, both)
+        new = torch.where(apart[None, ..., None], both, shared * magnitudes[..., None])
+        for row in range(3):
+            for head in range(2):
+                filled.expected[:, row, head, slot_BM[row, head % map_heads]] = new[:, row, head, 0]
+        filled.check()
+    for layer in range(2):
+        assert torch.equal(parent.restored(layer, 14), before[layer])
+
+
+@pytest.mark.parametrize("map_heads", [1, 2])
+def test_what_is_taken_over_keeps_its_bits(map_heads: int) -> None:
+    filled = Filled()
+    index = torch.randint(46, (3, map_heads, 20), generator=torch.Generator().manual_seed(0))
+    taken, apart = filled.store.taken(index, 25)
+    at = index.expand(3, 2, 20)[..., None]
+    assert taken.capacity == 25
+    assert torch.equal(taken.shared_BHCD[:, :, :20], filled.store.shared_BHCD.gather(2, at.expand(-1, -1, -1, 4)))
+    for layer in range(2):
+        wanted = filled.expected[layer].gather(2, at.expand(-1, -1, -1, 4))
+        assert torch.equal(taken.restored(layer, 20)[~apart], wanted[~apart])
+        assert torch.equal(taken.note(0, apart, [wanted, wanted]).restored(layer, 20), wanted)
+
+
+def test_rows_that_are_not_merged_lie_behind_the_others() -> None:
+    keys = Filled((6, 3)).store
+    pair = MergedPair(layers=(4, 5), keys=keys, values=keys, merged_slots=9)
+    pieces = [[(rows(3, 2, n, 4, seed=n + k), rows(3, 2, n, 4, seed=n + k + 9)) for k in (20, 40)] for n in (2, 1, 4)]
+    for number, piece in enumerate(pieces):
+        pair = pair.holding(9 + sum(each[0][0].shape[2] for each in pieces[:number]), piece)
+    for which, layer in enumerate(pair.layers):
+        for part, found in enumerate(pair.restored(layer, 16, 2)):
+            held = torch.cat([piece[which][part] for piece in pieces], dim=2)
+            assert torch.equal(found[:, :, :9], keys.restored(which, 9))
+            assert torch.equal(found[:, :, 9:16], held)
+            assert torch.equal(pair.held(11, 5)[which][part], held[:, :, 2:])
+    live = torch.ones(3, 1, 16, dtype=torch.bool)
+    assert pair.payload_bytes(live) == 2 * keys.payload_bytes(6 * 9) + 6 * 7 * 2 * pair.row_bytes
+    assert pair.first(12) is pair
+    assert not pair.first(9).unmerged
+
+
 def test_a_copy_is_independent() -> None:
     filled = Filled()
     twin = filled.store.copied()
@@ -236,7 +297,8 @@ def test_payload_is_the_formula(dtype: torch.dtype, scalar: int) -> None:
         grown = store.grown(0, tokens)
         grown.write(0, both[0], torch.ones(2, 1, 1, tokens))
         stores[name] = grown.note(0, mask, both)
-    pair = MergedPair(layers=(2, 3), **stores)
-    assert pair.payload_bytes(tokens) == plain.pair_bytes(tokens, 3, 5, dim, scalar)
+    pair = MergedPair(layers=(2, 3), **stores, merged_slots=tokens)
+    live = torch.ones(1, 1, tokens, dtype=torch.bool)
+    assert pair.payload_bytes(live) == plain.pair_bytes(tokens, 3, 5, dim, scalar)
     allocated = sum(tensor.numel() * tensor.element_size() for tensor in pair.tensors())
     assert allocated == pair.slot_bytes + 2 * 4

@@ -18,8 +18,8 @@ from helpers import (
     make_cache,
     policy_units,
     prompt,
-    quantized_units,
     small_options,
+    stored_otherwise,
     tiny,
 )
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch import Tensor
 import hf_kvpolicy as kv
 from hf_kvpolicy.contract import Phase
 
-CASES = [("full", {}), *policy_units(), *quantized_units()]
+CASES = [("full", {}), *policy_units(), *stored_otherwise()]
 
 
 def session(model: Any, cache: Any, seed: int, rows: int) -> Iterator[Tensor]:

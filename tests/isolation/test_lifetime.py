@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PRUNING, case_id, forward, generate, make_cache, policy_units, prompt, quantized_units, tiny
+from helpers import PRUNING, case_id, forward, generate, make_cache, policy_units, prompt, stored_otherwise, tiny
 
 import hf_kvpolicy as kv
 
 CASES = [
     ("full", {}),
     *policy_units(),
-    *quantized_units(),
+    *stored_otherwise(),
     ("snapkv", {"budget": 8, "window": 3, "chunked_prefill": "hold"}),
 ]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from condensed import CondensedOracle
-from helpers import PRUNING, forward, make_cache, policy_units, prompt, quantized_units, tiny
+from helpers import PRUNING, forward, make_cache, policy_units, prompt, stored_otherwise, tiny
 from merged import MergedOracle, SegmentsOracle
 from oracle import MAX_HELD_BACK, Oracle
 from pruned import PrunedOracle
@@ -61,7 +61,7 @@ CASES = [
     ("full", {}),
     *(case for case in policy_units() if not _is_double(*case)),
     *MIXES,
-    *quantized_units(),
+    *stored_otherwise(),
     ("h2o", {"budget": 16, "recent_ratio": 0.25, "quantize": "int4", "block_rows": 3}),
     ("streaming_llm", {"budget": 12, "sinks": 2, "protect": [5], "quantize": "int4", "block_rows": 4}),
 ]
@@ -89,7 +89,8 @@ class Life:
         self.model = tiny(family)
         cache = make_cache(case[0], self.model, **case[1])
         kinds = (QuantizedOracle, QuantizedPrunedOracle) if cache.composition.quantizes else (Oracle, PrunedOracle)
-        oracle = ORACLES.get(case[0], kinds[case[0] in PRUNING]).of(cache)
+        kind = MergedOracle if cache.composition.merges_layers else ORACLES.get(case[0], kinds[case[0] in PRUNING])
+        oracle = kind.of(cache)
         if isinstance(oracle, MergedOracle):
             oracle.merges_none = cache.composition.representation.merges_none
         self.lanes = [(cache, oracle)]

@@ -20,7 +20,7 @@ from helpers import (
     make_cache,
     policy_units,
     prompt,
-    quantized_units,
+    stored_otherwise,
     tiny,
 )
 from torch import Tensor
@@ -32,7 +32,7 @@ EXTRA = [
     ("streaming_llm", {"budget": 9, "sinks": 2, "protect": [4, 15]}),
     ("sliding_window", {"budget": 0.5}),
 ]
-CASES = [("full", {}), *policy_units(), *quantized_units(), *EXTRA]
+CASES = [("full", {}), *policy_units(), *stored_otherwise(), *EXTRA]
 
 
 def poison(cache: Any) -> int:
@@ -78,12 +78,12 @@ def poison_blocks(rows: Any, dead: Tensor) -> Tensor:
 
 
 def poison_pairs(snapshots: list[Any]) -> int:
-    """As `poison`: slots of merged rows, entries of the logs of exceptions, and rows that wait to be merged."""
-    published, last = snapshots[0], snapshots[-1]
-    # What waits is not merged yet, and its pairs are those that are published.
-    width = published.width if last.pending else last.width
-    dead = ~last.full_map(0).live_BMW
+    """As `poison`: slots of merged rows, entries of the logs of exceptions, and rows that are not merged yet."""
+    last, inside = snapshots[-1], 0
     for pair in last.pairs:
+        # What waits lies behind the merged slots, which are those that are published.
+        width, dead = pair.merged_slots, ~last.full_map(pair.layers[0]).live_BMW
+        inside += int(dead.sum())
         for store in (pair.keys, pair.values):
             store.shared_BHCD[:, :, width:] = store.magnitudes_2BHC[..., width:] = float("nan")
             store.index_E[store.exceptions :] = -1
@@ -91,10 +91,10 @@ def poison_pairs(snapshots: list[Any]) -> int:
             here = dead[:, :, :width].expand(-1, store.shared_BHCD.shape[1], -1)
             store.shared_BHCD[:, :, :width][here] = 1e30
             store.magnitudes_2BHC[:, :, :, :width][here.expand(2, -1, -1, -1)] = 1.0
-    for rows in last.pending:
-        for buffer in (rows.keys_BSCD, rows.values_BSCD):
-            buffer[dead[:, :, width:].expand(-1, buffer.shape[1], -1)] = 1e30
-    return int(dead.sum())
+        for rows in pair.unmerged:
+            for buffer in rows.view(last.width - width):
+                buffer[dead[:, :, width:].expand(-1, buffer.shape[1], -1)] = 1e30
+    return inside
 
 
 def poison_ragged(snapshot: Any) -> int:

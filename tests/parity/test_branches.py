@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import case_id, content, forward, make_cache, policy_units, prompt, quantized_units, tiny
+from helpers import case_id, content, forward, make_cache, policy_units, prompt, stored_otherwise, tiny
 
 import hf_kvpolicy as kv
 
-CASES = [*policy_units(), *quantized_units()]
+CASES = [*policy_units(), *stored_otherwise()]
 
 
 def assert_same(found: dict[str, Any], before: dict[str, Any]) -> None:

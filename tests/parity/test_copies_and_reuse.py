@@ -22,7 +22,7 @@ from helpers import (
     make_cache,
     policy_units,
     prompt,
-    quantized_units,
+    stored_otherwise,
     tiny,
 )
 from torch import Tensor
@@ -30,7 +30,7 @@ from transformers import TextIteratorStreamer
 
 import hf_kvpolicy as kv
 
-CASES = [*policy_units(), *quantized_units(), ("full", {})]
+CASES = [*policy_units(), *stored_otherwise(), ("full", {})]
 MODES = {"inference": torch.inference_mode, "no_grad": torch.no_grad, "grad": nullcontext}
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*two prompt segments follow:UserWarning")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PRUNING, case_id, forward, left_padded, make_cache, policy_units, prompt, quantized_units, tiny
+from helpers import PRUNING, case_id, forward, left_padded, make_cache, policy_units, prompt, stored_otherwise, tiny
 from torch import Tensor
 
 import hf_kvpolicy as kv
@@ -24,7 +24,7 @@ HOLD = {"budget": 8, "window": 3, "chunked_prefill": "hold"}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("full", {}),
     *policy_units(),
-    *quantized_units(),
+    *stored_otherwise(),
     ("snapkv", HOLD),
     ("h2o", {"budget": 8, "chunked_prefill": "hold"}),
     ("snapkv", {"budget": 0.5, "window": 3, "protect": [2]}),

@@ -18,8 +18,8 @@ from helpers import (
     make_cache,
     policy_units,
     prompt,
-    quantized_units,
     small_options,
+    stored_otherwise,
     tiny,
 )
 
@@ -27,7 +27,7 @@ import hf_kvpolicy as kv
 from hf_kvpolicy.replay import CapturedPrompt, can_replay, capture_prompt, replay_prompt
 
 UNREPLAYED = (*PRUNING, *TRAINED)
-CASES = [("full", {}), *(case for case in [*policy_units(), *quantized_units()] if case[0] not in UNREPLAYED)]
+CASES = [("full", {}), *(case for case in [*policy_units(), *stored_otherwise()] if case[0] not in UNREPLAYED)]
 
 
 def made(name: str, model: Any, options: dict[str, Any]) -> Any:

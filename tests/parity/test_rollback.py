@@ -23,8 +23,8 @@ from helpers import (
     policies,
     policy_units,
     prompt,
-    quantized_units,
     small_options,
+    stored_otherwise,
     tiny,
 )
 from torch import Tensor
@@ -32,7 +32,7 @@ from torch import Tensor
 import hf_kvpolicy as kv
 from hf_kvpolicy.registry import policy_class
 
-CASES = [*(case for case in [*policy_units(), *quantized_units()] if case[0] not in PRUNING), ("full", {})]
+CASES = [*(case for case in [*policy_units(), *stored_otherwise()] if case[0] not in PRUNING), ("full", {})]
 # What a pruned prompt or a block of an answer drops is never computed or gone at once: nothing of it can wait.
 REFUSE_RECORDING = [case for case in policy_units() if case[0] in PRUNING]
 REJECTED = (0, 1, 4)
@@ -275,6 +275,9 @@ def test_crop_without_recording_where_nothing_was_dropped(any_case: tuple[str, d
     roomy = {**options, "budget": 200} if has_budget(name) else dict(options)
     if can_be_neutral(name) and (name in PRUNING or not has_budget(name)):
         roomy |= policy_class(name).neutral(200)
+    if "merge_layers" in options:
+        # Merged as they end, the first rows would stay: see tests/spec/test_merged_selections.py.
+        roomy["merge_layers"] = {"start_layer": 0, "retention": 1.0}
     taken, never = (Batch(model, make_cache(name, model, **roomy)) for _ in range(2))
     for width in (30, 1, 1, 1, 5):
         taken.feed(width)

@@ -25,8 +25,8 @@ from helpers import (
     policies,
     policy_units,
     prompt,
-    quantized_units,
     small_options,
+    stored_otherwise,
 )
 from pretended import HOST, PretendedDevices, device_of, pretended, put
 
@@ -37,7 +37,7 @@ Case = tuple[str, dict[str, Any]]
 ENDS, LAYERS = pretended(1), (pretended(2), pretended(3), pretended(2), pretended(3))
 
 # Every policy; in full runs with all its units, owners and positions.
-CASES = [*(policy_units() if FULL else [(name, small_options(name)) for name in policies()]), *quantized_units()]
+CASES = [*(policy_units() if FULL else [(name, small_options(name)) for name in policies()]), *stored_otherwise()]
 # One policy of each kind of forward, of those that can be recorded.
 _KINDS = ("full", "snapkv", "streaming_llm", "h2o", "adakv", "fastgen", "minicache", "dmc", "layer_condensed")
 OPERATED = [case for case in CASES if case[0] not in PRUNING and (FULL or case[0] in _KINDS)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PRUNING, case_id, forward, left_padded, make_cache, policy_units, prompt, quantized_units, tiny
+from helpers import PRUNING, case_id, forward, left_padded, make_cache, policy_units, prompt, stored_otherwise, tiny
 from torch import Tensor
 
 import hf_kvpolicy as kv
@@ -23,7 +23,7 @@ HOLD = [
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("full", {}),
     *policy_units(),
-    *quantized_units(),
+    *stored_otherwise(),
     *HOLD,
     ("snapkv", {"budget": 0.5, "window": 3, "on_append": "append", "group": "max", "pooling": "avg", "protect": [2]}),
     ("sliding_window", {"budget": "8KiB"}),

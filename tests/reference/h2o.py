@@ -90,6 +90,7 @@ class H2O:
         """Return what the rows of one owner compete with."""
         sharing = {
             "head": [self.owners[layer][head]],
+            "pair": [owners[head] for owners in self.owners[layer - layer % 2 : layer - layer % 2 + 2]],
             "layer": self.owners[layer],
             "token": [owner for owners in self.owners for owner in owners],
         }[self.unit]

@@ -94,6 +94,7 @@ class Scissorhands:
         """Return the counts that decide for one owner; summed where owners share one set (a mean ranks the same)."""
         sharing = {
             "head": [self.owners[layer][head]],
+            "pair": [owners[head] for owners in self.owners[layer - layer % 2 : layer - layer % 2 + 2]],
             "layer": self.owners[layer],
             "token": [owner for owners in self.owners for owner in owners],
         }[self.unit]

@@ -50,6 +50,7 @@ def after_segment(
     group: str = "mean",
     unit: str = "head",
     protect: Sequence[int] = (),
+    pairs: Sequence[tuple[int, int]] = (),
 ) -> Kept:
     """Return what is kept once a prompt segment of `new_tokens` ended; arrays hold every token ever fed.
 
@@ -74,6 +75,8 @@ def after_segment(
             vote[layer].append(GROUP[group](np.stack(seen), axis=0))
     if unit == "layer":
         vote = [[np.mean(layer, axis=0)] * owners for layer in vote]
+    for lower, deeper in pairs if unit == "pair" else ():
+        vote[lower] = vote[deeper] = [np.mean(both, axis=0) for both in zip(vote[lower], vote[deeper], strict=True)]
     if unit == "token":
         vote = [[np.mean([v for layer in vote for v in layer], axis=0)] * owners] * layers
     return [

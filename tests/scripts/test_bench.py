@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_lib import answer, quantized
+from bench_lib import answer, merged, quantized
 from bench_lib.curve import CONTROL, curve_measures, tenths
 from bench_lib.memory import dynamic_cache_bytes, formula_bytes
 from bench_lib.models import POLICIES, RAGGED, stock_twin
@@ -145,6 +145,21 @@ def test_quantized_rows_are_measured_against_rows_as_they_are(monkeypatch: pytes
     assert 0 < held.value < 96 / 600
     assert held.value == pytest.approx(1 / held.details["times smaller"])
     assert held.details["full cache"] == 8 * 3 * 600 * 2 * 64 * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bytes_of_layer_pairs_are_the_formula(model: LlamaForCausalLM, dtype: torch.dtype) -> None:
+    twin = stock_twin(model).to(dtype)
+    with torch.inference_mode():
+        measures = list(merged.merged_byte_measures(twin, torch.randint(1, 64, (2, 60)), 40))
+    assert [measure.met for measure in measures] == [True] * 4
+    assert [measure.name.split(",")[0] for measure in measures[::2]] == ["minicache", "snapkv"]
+    details = [measure.details for measure in measures[::2]]
+    assert [each["rows of a pair and KV head"] for each in details] == [60, 40]
+    # A twentieth of keys and of values is kept apart.
+    assert details[0]["exceptions a row"] == details[1]["exceptions a row"] == pytest.approx(0.1)
+    assert details[0]["bytes"] == merged.pair_formula_bytes(60, 6, 8, dtype.itemsize)
+    assert details[1]["bytes"] == merged.pair_formula_bytes(40, 4, 8, dtype.itemsize)
 
 
 def test_stock_twin_shares_weights_but_not_the_config(model: LlamaForCausalLM) -> None:

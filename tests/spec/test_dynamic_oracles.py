@@ -76,7 +76,8 @@ class Run:
     def __init__(self, policy: str, kv_heads: int, *, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         self.model = llama(kv_heads, dtype)
         self.cache = kv.make_cache(policy, self.model, **options)
-        options.pop("chunked_prefill", None)
+        for name in ("chunked_prefill", "merge_layers"):
+            options.pop(name, None)
         extra = {"cast": to_bfloat16, "tolerance": 8e-6} if dtype is torch.bfloat16 and policy == "h2o" else {}
         self.oracle = oracle_of(policy, kv_heads, **options, **extra)
         self.fed = self.excused = self.compared = self.dropped = self.windows = 0
@@ -130,6 +131,17 @@ def test_two_hundred_decode_steps(policy: str, variant: str, unit: str, kv_heads
 def test_turns(policy: str, variant: str, unit: str) -> None:
     """Old rows keep their scores, and the new prompt's queries add to them; a prompt shorter than the budget too."""
     Run(policy, 3, **SMALL[policy], variant=variant, unit=unit).forwards([30, 1, 1, 1, 17, 1, 1, 1, 1, 2, 1, 3, 1])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_two_layers_that_share_rows_choose_together(policy: str) -> None:
+    """All rows are exceptions of merging, so that scores are those of the rows themselves."""
+    merge = {"start_layer": 0, "retention": 1.0}
+    run = Run(policy, 3, **SMALL[policy], unit="pair", merge_layers=merge)
+    run.forwards([30, 1, 1, 1, 17, *[1] * 20, 2, 1])
+    lower, deeper = kept(run.cache)
+    assert lower == deeper
+    assert len({tuple(owner) for owner in lower}) == 3, "heads choose for themselves"
 
 
 @pytest.mark.parametrize("first", [1, 2, 7, 19, 20, 21])

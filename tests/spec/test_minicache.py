@@ -46,6 +46,7 @@ def limits_of(full: Any, pairs: Any, retention: float) -> dict[Any, float]:
 
 
 @torch.no_grad()
+@pytest.mark.proves("merged", policy="minicache")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("retention", [0.0, 0.1, 0.6])
 def test_every_step_is_that_of_the_plain_loop(family: str, retention: float) -> None:
@@ -245,11 +246,11 @@ def test_what_cannot_be_merged_is_refused(layers: int, options: Any, error: type
 
 
 @pytest.mark.parametrize("axes", [{"schedule": "end_of_prefill"}, {"storage": "ragged"}], ids=str)
-def test_merging_what_was_selected_is_refused(axes: dict[str, Any]) -> None:
+def test_layers_that_keep_different_tokens_are_not_merged(axes: dict[str, Any]) -> None:
     rule = DepthPairs(name="merged", replaces_rows=True, pairs=((0, 1),), interpolation=0.6, retention=0.05)
     made: dict[str, Any] = {"policy": "both", "schedule": "never", "evidence": Recency(), "representation": rule}
     Composition(**made)
-    with pytest.raises(kv.ManifestError, match="different positions"):
+    with pytest.raises(kv.ManifestError, match=r"keep the same tokens|different positions"):
         Composition(**{**made, **axes})
 
 

@@ -31,7 +31,8 @@ def nothing(owners: int) -> list[list[list[int]]]:
 
 def run_snapkv(model: LlamaForCausalLM, turn: tuple[int, int, int, int], owners: int = 2, **options: Any) -> None:
     cache = kv.SnapKVCache(model, **options)
-    oracle = {name: value for name, value in options.items() if name != "owner"}
+    oracle = {name: value for name, value in options.items() if name not in ("owner", "merge_layers")}
+    oracle |= {"pairs": cache.composition.pairs}
     held, fed = nothing(owners), 0
     with captured(model) as capture:
         for prompt, decode in (turn[:2], turn[2:]):
@@ -72,6 +73,17 @@ def test_snapkv_kernels(model: LlamaForCausalLM, kernel_size: int, pooling: str)
 def test_snapkv_groups(model: LlamaForCausalLM, group: str, unit: str) -> None:
     for turn in TURNS[2:]:
         run_snapkv(model, turn, budget=9, window=3, kernel_size=3, pooling="max", group=group, unit=unit)
+
+
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("turn", TURNS[2:])
+def test_snapkv_pairs_choose_together(model: LlamaForCausalLM, turn: tuple[int, int, int, int], start: int) -> None:
+    """All rows are exceptions of merging; the layer without a partner chooses alone."""
+    merge = {"start_layer": start, "retention": 1.0}
+    for budget, window in ((6, 2), (12, 8)):
+        run_snapkv(
+            model, turn, budget=budget, window=window, kernel_size=5, pooling="max", unit="pair", merge_layers=merge
+        )
 
 
 @pytest.mark.parametrize("turn", TURNS)

@@ -14,8 +14,8 @@ from helpers import (
     make_cache,
     policy_units,
     prompt,
-    quantized_units,
     small_options,
+    stored_otherwise,
     tiny,
 )
 from torch import Tensor
@@ -32,10 +32,10 @@ def _is_double(name: str, options: dict[str, Any]) -> bool:
     return name in ("sliding_window", "streaming_llm") and options.get("unit", "token") != "token"
 
 
-QUANTIZED = [
-    case for case in quantized_units() if case[0] in ("snapkv", "h2o", "streaming_llm", "fastgen", "pyramidinfer")
+STORED_OTHERWISE = [
+    case for case in stored_otherwise() if case[0] in ("snapkv", "h2o", "streaming_llm", "fastgen", "pyramidinfer")
 ]
-CASES: list[Case] = [("full", {}), *(case for case in policy_units() if not _is_double(*case)), *QUANTIZED]
+CASES: list[Case] = [("full", {}), *(case for case in policy_units() if not _is_double(*case)), *STORED_OTHERWISE]
 CHUNKED: list[Case] = [
     (name, {**options, "chunked_prefill": "hold"})
     for name, options in CASES

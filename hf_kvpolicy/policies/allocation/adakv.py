@@ -22,7 +22,7 @@ from ...allocation import UNIFORM, AdaptiveAllocation, PyramidAllocation
 from ...errors import ConfigError
 from ...evidence import Evidence, Pooling, SegmentAttention, WindowVotes
 from ...registry import register_policy
-from ..base import BudgetLike, ModelOrConfig, PolicyCache, check_ratio, compose
+from ..base import BudgetLike, MergeLayers, ModelOrConfig, PolicyCache, check_ratio, compose
 
 __all__ = ["AdaKVCache"]
 
@@ -54,6 +54,7 @@ class AdaKVCache(PolicyCache):
         fallback: str | None = None,
         quantize: str | None = None,
         block_rows: int = 32,
+        merge_layers: MergeLayers = None,
     ) -> None:
         """Make an empty cache.
 
@@ -74,6 +75,7 @@ class AdaKVCache(PolicyCache):
             chunked_prefill: "hold" or "bounded" for a prompt fed in chunks.
             quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
             block_rows: rows of a block; as many of the newest rows, up to three times as many, are not quantized.
+            merge_layers: None; heads or layers that hold different numbers of rows share none.
 
         Raises:
             BudgetError: the budget is not larger than window and protected rows.
@@ -104,6 +106,7 @@ class AdaKVCache(PolicyCache):
             "fallback": fallback,
             "quantize": quantize,
             "block_rows": block_rows,
+            "merge_layers": merge_layers,
         }
         own = {
             "window": window,
@@ -118,6 +121,7 @@ class AdaKVCache(PolicyCache):
             "adakv",
             common,
             own,
+            model=model_or_config,
             schedule="end_of_prefill",
             evidence=chosen,
             window_rows=window,

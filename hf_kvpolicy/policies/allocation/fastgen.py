@@ -30,7 +30,7 @@ from ...engine.token_kinds import TokenKinds
 from ...errors import ConfigError
 from ...evidence import MeanAttention
 from ...registry import register_policy
-from ..base import BudgetLike, ModelOrConfig, PolicyCache, check_ratio, compose
+from ..base import BudgetLike, MergeLayers, ModelOrConfig, PolicyCache, check_ratio, compose
 from ..token_ids import punctuation_ids, special_ids
 
 __all__ = ["FastGenCache"]
@@ -63,6 +63,7 @@ class FastGenCache(PolicyCache):
         fallback: str | None = None,
         quantize: str | None = None,
         block_rows: int = 32,
+        merge_layers: MergeLayers = None,
     ) -> None:
         """Make an empty cache.
 
@@ -85,6 +86,7 @@ class FastGenCache(PolicyCache):
             chunked_prefill: "hold" (one profile at the end) or "bounded" for a prompt fed in chunks.
             quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
             block_rows: rows of a block; as many of the newest rows, up to three times as many, are not quantized.
+            merge_layers: None; heads or layers that hold different numbers of rows share none.
 
         Raises:
             BudgetError: protected rows leave no row of the budget.
@@ -108,6 +110,7 @@ class FastGenCache(PolicyCache):
             "fallback": fallback,
             "quantize": quantize,
             "block_rows": block_rows,
+            "merge_layers": merge_layers,
         }
         own = {
             "recovery": recovery,
@@ -124,6 +127,7 @@ class FastGenCache(PolicyCache):
             common,
             own,
             needs_budget=False,
+            model=model_or_config,
             schedule="every_step",
             evidence=MeanAttention(),
             sinks=sinks,

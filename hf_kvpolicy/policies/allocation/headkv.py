@@ -29,7 +29,7 @@ from ...evidence import Pooling, WindowVotes
 from ...geometry import CacheGeometry
 from ...profiles import Profile, load_profile, shipped_profile
 from ...registry import register_policy
-from ..base import BudgetLike, ModelOrConfig, PolicyCache, compose
+from ..base import BudgetLike, MergeLayers, ModelOrConfig, PolicyCache, compose
 
 __all__ = ["HeadKVCache", "ProfileLike"]
 
@@ -63,6 +63,7 @@ class HeadKVCache(PolicyCache):
         fallback: str | None = None,
         quantize: str | None = None,
         block_rows: int = 32,
+        merge_layers: MergeLayers = None,
     ) -> None:
         """Make an empty cache.
 
@@ -83,6 +84,7 @@ class HeadKVCache(PolicyCache):
             chunked_prefill: "hold" or "bounded" for a prompt fed in chunks.
             quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
             block_rows: rows of a block; as many of the newest rows, up to three times as many, are not quantized.
+            merge_layers: None; heads or layers that hold different numbers of rows share none.
 
         Raises:
             BudgetError: the budget is not larger than window and protected rows.
@@ -104,6 +106,7 @@ class HeadKVCache(PolicyCache):
             "fallback": fallback,
             "quantize": quantize,
             "block_rows": block_rows,
+            "merge_layers": merge_layers,
         }
         own = {
             "window": window,
@@ -116,6 +119,7 @@ class HeadKVCache(PolicyCache):
             "headkv",
             common,
             own,
+            model=model_or_config,
             schedule="end_of_prefill",
             evidence=WindowVotes(window_queries=window, kernel_size=kernel_size, pooling=pooling),
             window_rows=window,

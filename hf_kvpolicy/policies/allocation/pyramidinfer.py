@@ -29,7 +29,7 @@ from ...allocation import BlockDecay, DepthDecay
 from ...errors import ConfigError
 from ...evidence import RecentAttention
 from ...registry import register_policy
-from ..base import BudgetLike, ModelOrConfig, PolicyCache, check_ratio, compose
+from ..base import BudgetLike, MergeLayers, ModelOrConfig, PolicyCache, check_ratio, compose
 
 __all__ = ["PyramidInferCache"]
 
@@ -63,6 +63,7 @@ class PyramidInferCache(PolicyCache):
         fallback: str | None = None,
         quantize: str | None = None,
         block_rows: int = 32,
+        merge_layers: MergeLayers = None,
     ) -> None:
         """Make an empty cache.
 
@@ -88,6 +89,7 @@ class PyramidInferCache(PolicyCache):
             chunked_prefill: "bounded" for a prompt fed in chunks, each of which is pruned on its own.
             quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
             block_rows: rows of a block; as many of the newest rows, up to three times as many, are not quantized.
+            merge_layers: None; heads or layers that hold different numbers of rows share none.
 
         Raises:
             BudgetError: the budget does not leave a row to choose.
@@ -111,6 +113,7 @@ class PyramidInferCache(PolicyCache):
             "fallback": fallback,
             "quantize": quantize,
             "block_rows": block_rows,
+            "merge_layers": merge_layers,
         }
         own = {
             "decay": decay,
@@ -129,6 +132,7 @@ class PyramidInferCache(PolicyCache):
             common,
             own,
             needs_budget=False,
+            model=model_or_config,
             schedule="in_prefill",
             evidence=RecentAttention(recent_ratio=recent_ratio, distance_weight=distance_weight),
             sinks=sinks,

@@ -20,7 +20,7 @@ from ...allocation import PyramidAllocation
 from ...errors import ConfigError
 from ...evidence import Pooling, WindowVotes
 from ...registry import register_policy
-from ..base import BudgetLike, ModelOrConfig, PolicyCache, compose
+from ..base import BudgetLike, MergeLayers, ModelOrConfig, PolicyCache, compose
 
 __all__ = ["PyramidKVCache"]
 
@@ -49,6 +49,7 @@ class PyramidKVCache(PolicyCache):
         fallback: str | None = None,
         quantize: str | None = None,
         block_rows: int = 32,
+        merge_layers: MergeLayers = None,
     ) -> None:
         """Make an empty cache.
 
@@ -66,6 +67,7 @@ class PyramidKVCache(PolicyCache):
             chunked_prefill: "hold" or "bounded" for a prompt fed in chunks.
             quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
             block_rows: rows of a block; as many of the newest rows, up to three times as many, are not quantized.
+            merge_layers: None; heads or layers that hold different numbers of rows share none.
 
         Raises:
             BudgetError: the budget is not larger than window and protected rows.
@@ -87,12 +89,14 @@ class PyramidKVCache(PolicyCache):
             "fallback": fallback,
             "quantize": quantize,
             "block_rows": block_rows,
+            "merge_layers": merge_layers,
         }
         own = {"window": window, "beta": beta, "kernel_size": kernel_size, "pooling": pooling}
         composition = compose(
             "pyramidkv",
             common,
             own,
+            model=model_or_config,
             schedule="end_of_prefill",
             evidence=WindowVotes(window_queries=window, kernel_size=kernel_size, pooling=pooling),
             window_rows=window,

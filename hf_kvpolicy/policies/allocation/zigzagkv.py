@@ -20,7 +20,7 @@ from ...allocation import ZigZagAllocation
 from ...errors import ConfigError
 from ...evidence import Pooling, WindowVotes
 from ...registry import register_policy
-from ..base import BudgetLike, ModelOrConfig, PolicyCache, check_ratio, compose
+from ..base import BudgetLike, MergeLayers, ModelOrConfig, PolicyCache, check_ratio, compose
 
 __all__ = ["ZigZagKVCache"]
 
@@ -50,6 +50,7 @@ class ZigZagKVCache(PolicyCache):
         fallback: str | None = None,
         quantize: str | None = None,
         block_rows: int = 32,
+        merge_layers: MergeLayers = None,
     ) -> None:
         """Make an empty cache.
 
@@ -68,6 +69,7 @@ class ZigZagKVCache(PolicyCache):
             chunked_prefill: "hold" or "bounded" for a prompt fed in chunks.
             quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
             block_rows: rows of a block; as many of the newest rows, up to three times as many, are not quantized.
+            merge_layers: None; heads or layers that hold different numbers of rows share none.
 
         Raises:
             BudgetError: the budget is not larger than window and protected rows.
@@ -93,6 +95,7 @@ class ZigZagKVCache(PolicyCache):
             "fallback": fallback,
             "quantize": quantize,
             "block_rows": block_rows,
+            "merge_layers": merge_layers,
         }
         own = {
             "window": window,
@@ -105,6 +108,7 @@ class ZigZagKVCache(PolicyCache):
             "zigzagkv",
             common,
             own,
+            model=model_or_config,
             schedule="end_of_prefill",
             evidence=WindowVotes(window_queries=window, kernel_size=kernel_size, pooling=pooling),
             window_rows=window,

@@ -10,6 +10,9 @@ on that is so, for each pair, tensor and KV head: its ceil(retention * T)-th lar
 degrees) for prompts under 1 / retention rows. Later rows at or above it are exceptions too. Each row is merged once,
 when it is fed, and never again. A prompt fed in chunks takes the threshold from its first chunk.
 
+A policy that selects rows merges what it keeps (`merge_layers`), where both layers of a pair keep the same tokens: the
+threshold is then that of the rows which the first prompt's selection keeps.
+
 Per pair and KV head T rows take 2 T d b bytes for shared rows, 16 T for lengths in fp32, and for each row kept apart,
 in keys or in values, 2 d b for both layers' rows and 4 for its index.
 
@@ -18,22 +21,18 @@ The threshold is a rank, not a share of the largest distance, so that the number
 stored: it is not needed to restore. Shared rows are scaled to the longer of the two, so that equal rows come back bit
 for bit. Nearly opposite rows, whose arc is ill-conditioned, are always exceptions; rows nearer than a millionth of the
 half circle never are, unless retention is 1.
-Not supported: a selection of rows (budget, protect, unit) together with merging: layers that keep different positions
-have no rows to merge. Quantized rows. A kernel that reads merged rows: both layers are restored at every step.
+Not supported: quantized rows. A kernel that reads merged rows: both layers are restored at every step.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ...attach import model_and_config
 from ...engine import Composition
-from ...errors import ConfigError, ManifestError, UnsupportedModelError
 from ...evidence import Recency
-from ...geometry import CacheGeometry
 from ...registry import register_policy
-from ...representation import DepthPairs, layer_pairs
-from ..base import ModelOrConfig, PolicyCache, check_ratio
+from ..base import ModelOrConfig, PolicyCache, refuse_quantized
+from ..merging import merged_pairs
 
 __all__ = ["MiniCache"]
 
@@ -65,37 +64,14 @@ class MiniCache(PolicyCache):
             ManifestError: merged rows were to be quantized.
             UnsupportedModelError: no two layers of one geometry follow one another from `start_layer` on.
         """
-        _refuse_quantized(quantize)
-        check_ratio("minicache", "interpolation", interpolation)
-        check_ratio("minicache", "retention", retention)
-        geometry = CacheGeometry.from_config(model_and_config(model_or_config)[1])
-        start = geometry.num_layers // 2 if start_layer is None else start_layer
-        if not 0 <= start < geometry.num_layers:
-            raise ConfigError(
-                f"minicache: start_layer={start_layer} is no layer of this model, whose layers are 0 to "
-                f"{geometry.num_layers - 1}. Give one of them, or None for the middle."
-            )
-        pairs = layer_pairs(start, geometry.window_tokens)
-        if not pairs:
-            raise UnsupportedModelError(
-                f"minicache merges layers two by two, but from layer {start} on this model of {geometry.num_layers} "
-                "layers has no two neighbours of one geometry. Start at a lower layer, or use a policy that keeps "
-                "fewer rows, such as snapkv."
-            )
-        representation = DepthPairs(
-            name="merged_depth_pairs",
-            replaces_rows=True,
-            pairs=pairs,
-            interpolation=float(interpolation),
-            retention=float(retention),
-        )
-        own = {"start_layer": start_layer, "interpolation": interpolation, "retention": retention}
+        refuse_quantized("minicache", quantize)
+        own: dict[str, Any] = {"start_layer": start_layer, "interpolation": interpolation, "retention": retention}
         composition = Composition(
             policy="minicache",
             schedule="never",
             evidence=Recency(),
             unit="token",
-            representation=representation,
+            representation=merged_pairs("minicache", model_or_config, **own),
             options={**own, "quantize": quantize},
         )
         super().__init__(model_or_config, composition)
@@ -104,12 +80,3 @@ class MiniCache(PolicyCache):
     def neutral(total_rows: int) -> dict[str, Any]:
         """Return options under which this policy equals `DynamicCache`."""
         return {"start_layer": 0, "retention": 1.0}
-
-
-def _refuse_quantized(quantize: str | None) -> None:
-    if quantize is not None:
-        raise ManifestError(
-            f"minicache: quantize={quantize!r} does not say which of shared directions, magnitudes and exceptions "
-            "are quantized, and each is another approximation (0x0DD). Leave it out, or quantize a policy that "
-            "keeps rows as they are, such as full or snapkv."
-        )

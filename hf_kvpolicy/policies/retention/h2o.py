@@ -19,7 +19,7 @@ from typing import Any
 
 from ...evidence import CumulativeAttention
 from ...registry import register_policy
-from ..base import BudgetLike, ModelOrConfig, PolicyCache, bounded_only, check_ratio, compose
+from ..base import BudgetLike, MergeLayers, ModelOrConfig, PolicyCache, bounded_only, check_ratio, compose
 
 __all__ = ["H2OCache"]
 
@@ -45,6 +45,7 @@ class H2OCache(PolicyCache):
         fallback: str | None = None,
         quantize: str | None = None,
         block_rows: int = 32,
+        merge_layers: MergeLayers = None,
     ) -> None:
         """Make an empty cache.
 
@@ -54,12 +55,13 @@ class H2OCache(PolicyCache):
             recent_ratio: share of the budget for the newest rows.
             normalize: rows compete by their mean per query that saw them, so that old rows are not favoured.
             group: how the query heads of one KV head are reduced per query: "mean", "max" or "sum".
-            unit: "head", "layer" or "token": who shares one set (scores are averaged).
+            unit: "head", "layer" or "token": who shares one set (scores are averaged); "pair" where layers are merged.
             protect: token positions that always stay (for example range(4), or the system prompt).
             grace: rows younger than this many tokens are never dropped.
             chunked_prefill: "hold" or "bounded" for a prompt fed in chunks.
             quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
             block_rows: rows of a block; as many of the newest rows (fewer than twice as many) are not quantized.
+            merge_layers: "minicache", or its options as a mapping: kept rows are merged over pairs of layers.
 
         Raises:
             BudgetError: recent and protected rows do not fit into the budget.
@@ -77,12 +79,14 @@ class H2OCache(PolicyCache):
             "fallback": fallback,
             "quantize": quantize,
             "block_rows": block_rows,
+            "merge_layers": merge_layers,
         }
         own = {"recent_ratio": recent_ratio, "normalize": normalize, "grace": grace}
         composition = compose(
             "h2o",
             common,
             own,
+            model=model_or_config,
             schedule="every_step",
             evidence=CumulativeAttention(normalize=normalize, rounds_to_model_dtype=variant == "reference"),
             recent_ratio=recent_ratio,

@@ -21,7 +21,7 @@ from typing import Any
 from ...errors import ConfigError
 from ...evidence import GumbelSoftmax
 from ...registry import register_policy
-from ..base import BudgetLike, ModelOrConfig, PolicyCache, bounded_only, check_ratio, compose
+from ..base import BudgetLike, MergeLayers, ModelOrConfig, PolicyCache, bounded_only, check_ratio, compose
 
 __all__ = ["KeyformerCache"]
 
@@ -52,6 +52,7 @@ class KeyformerCache(PolicyCache):
         fallback: str | None = None,
         quantize: str | None = None,
         block_rows: int = 32,
+        merge_layers: MergeLayers = None,
     ) -> None:
         """Make an empty cache.
 
@@ -66,12 +67,13 @@ class KeyformerCache(PolicyCache):
             seed: fixes the noise.
             normalize: rows compete by their mean per query that saw them.
             group: how the query heads of one KV head are reduced per query: "mean", "max" or "sum".
-            unit: "head", "layer" or "token": who shares one set (scores are averaged).
+            unit: "head", "layer" or "token": who shares one set (scores are averaged); "pair" where layers are merged.
             protect: token positions that always stay (for example range(4), or the system prompt).
             grace: rows younger than this many tokens are never dropped.
             chunked_prefill: "hold" or "bounded" for a prompt fed in chunks.
             quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
             block_rows: rows of a block; as many of the newest rows (fewer than twice as many) are not quantized.
+            merge_layers: "minicache", or its options as a mapping: kept rows are merged over pairs of layers.
 
         Raises:
             BudgetError: recent and protected rows do not fit into the budget.
@@ -89,6 +91,7 @@ class KeyformerCache(PolicyCache):
             "fallback": fallback,
             "quantize": quantize,
             "block_rows": block_rows,
+            "merge_layers": merge_layers,
         }
         own = {
             "recent_ratio": recent_ratio,
@@ -104,6 +107,7 @@ class KeyformerCache(PolicyCache):
             "keyformer",
             common,
             own,
+            model=model_or_config,
             schedule="every_step",
             evidence=_evidence(variant, own),
             recent_ratio=recent_ratio,

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...evidence import SeededRandom
 from ...registry import register_policy
-from ..base import BudgetLike, ModelOrConfig, PolicyCache, compose
+from ..base import BudgetLike, MergeLayers, ModelOrConfig, PolicyCache, compose
 
 __all__ = ["RandomCache"]
 
@@ -41,6 +41,7 @@ class RandomCache(PolicyCache):
         fallback: str | None = None,
         quantize: str | None = None,
         block_rows: int = 32,
+        merge_layers: MergeLayers = None,
     ) -> None:
         """Make an empty cache.
 
@@ -49,10 +50,11 @@ class RandomCache(PolicyCache):
             budget: rows per KV head, share of the prompt, or bytes; the window is inside it.
             window: newest rows of each selection that always stay.
             seed: fixes every draw.
-            unit: "head", "layer" or "token": who shares one set.
+            unit: "head", "layer" or "token": who shares one set; "pair" where layers are merged.
             protect: token positions that always stay, inside the budget.
             quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
             block_rows: rows of a block; as many of the newest rows (fewer than twice as many) are not quantized.
+            merge_layers: "minicache", or its options as a mapping: kept rows are merged over pairs of layers.
 
         Raises:
             BudgetError: the budget is not larger than window and protected rows.
@@ -68,10 +70,17 @@ class RandomCache(PolicyCache):
             "fallback": fallback,
             "quantize": quantize,
             "block_rows": block_rows,
+            "merge_layers": merge_layers,
         }
         own = {"window": window, "seed": seed}
         composition = compose(
-            "random", common, own, schedule="end_of_prefill", evidence=SeededRandom(seed=seed), window_rows=window
+            "random",
+            common,
+            own,
+            model=model_or_config,
+            schedule="end_of_prefill",
+            evidence=SeededRandom(seed=seed),
+            window_rows=window,
         )
         super().__init__(model_or_config, composition)
 

@@ -22,7 +22,7 @@ from typing import Any
 from ...errors import ConfigError
 from ...evidence import LowScoreHistory
 from ...registry import register_policy
-from ..base import BudgetLike, ModelOrConfig, PolicyCache, bounded_only, check_ratio, compose
+from ..base import BudgetLike, MergeLayers, ModelOrConfig, PolicyCache, bounded_only, check_ratio, compose
 
 __all__ = ["ScissorhandsCache"]
 
@@ -49,6 +49,7 @@ class ScissorhandsCache(PolicyCache):
         fallback: str | None = None,
         quantize: str | None = None,
         block_rows: int = 32,
+        merge_layers: MergeLayers = None,
     ) -> None:
         """Make an empty cache.
 
@@ -59,12 +60,13 @@ class ScissorhandsCache(PolicyCache):
             recent: newest rows that always stay.
             drop_ratio: share of the budget that is dropped at once when it is exceeded.
             group: how the query heads of one KV head are reduced per query: "mean", "max" or "sum".
-            unit: "head", "layer" or "token": who shares one set (scores are averaged).
+            unit: "head", "layer" or "token": who shares one set (scores are averaged); "pair" where layers are merged.
             protect: token positions that always stay (for example range(4), or the system prompt).
             grace: rows younger than this many tokens are never dropped.
             chunked_prefill: "hold" or "bounded" for a prompt fed in chunks.
             quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
             block_rows: rows of a block; as many of the newest rows (fewer than twice as many) are not quantized.
+            merge_layers: "minicache", or its options as a mapping: kept rows are merged over pairs of layers.
 
         Raises:
             BudgetError: recent and protected rows do not fit into the budget.
@@ -84,12 +86,14 @@ class ScissorhandsCache(PolicyCache):
             "fallback": fallback,
             "quantize": quantize,
             "block_rows": block_rows,
+            "merge_layers": merge_layers,
         }
         own = {"history": history, "recent": recent, "drop_ratio": drop_ratio, "grace": grace}
         composition = compose(
             "scissorhands",
             common,
             own,
+            model=model_or_config,
             schedule="when_full",
             evidence=LowScoreHistory(history=history, quantile=0.9 if variant == "reference" else None),
             drop_ratio=drop_ratio,

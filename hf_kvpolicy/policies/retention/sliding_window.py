@@ -17,7 +17,7 @@ from typing import Any
 
 from ...evidence import Recency
 from ...registry import register_policy
-from ..base import BudgetLike, ModelOrConfig, PolicyCache, bounded_only, compose
+from ..base import BudgetLike, MergeLayers, ModelOrConfig, PolicyCache, bounded_only, compose
 
 __all__ = ["SlidingWindowCache"]
 
@@ -40,6 +40,7 @@ class SlidingWindowCache(PolicyCache):
         fallback: str | None = None,
         quantize: str | None = None,
         block_rows: int = 32,
+        merge_layers: MergeLayers = None,
     ) -> None:
         """Make an empty cache.
 
@@ -49,6 +50,7 @@ class SlidingWindowCache(PolicyCache):
             protect: token positions that always stay, inside the budget.
             quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
             block_rows: rows of a block; as many of the newest rows (fewer than twice as many) are not quantized.
+            merge_layers: "minicache", or its options as a mapping: kept rows are merged over pairs of layers.
 
         Raises:
             BudgetError: the budget is not positive, or protected rows fill it.
@@ -64,8 +66,11 @@ class SlidingWindowCache(PolicyCache):
             "fallback": fallback,
             "quantize": quantize,
             "block_rows": block_rows,
+            "merge_layers": merge_layers,
         }
-        composition = compose("sliding_window", common, schedule="every_step", evidence=Recency())
+        composition = compose(
+            "sliding_window", common, model=model_or_config, schedule="every_step", evidence=Recency()
+        )
         super().__init__(model_or_config, composition)
 
     @staticmethod

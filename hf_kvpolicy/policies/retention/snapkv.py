@@ -20,7 +20,7 @@ from typing import Any
 
 from ...evidence import Pooling, WindowVotes
 from ...registry import register_policy
-from ..base import BudgetLike, ModelOrConfig, PolicyCache, compose
+from ..base import BudgetLike, MergeLayers, ModelOrConfig, PolicyCache, compose
 
 __all__ = ["SnapKVCache"]
 
@@ -47,6 +47,7 @@ class SnapKVCache(PolicyCache):
         fallback: str | None = None,
         quantize: str | None = None,
         block_rows: int = 32,
+        merge_layers: MergeLayers = None,
     ) -> None:
         """Make an empty cache.
 
@@ -58,12 +59,13 @@ class SnapKVCache(PolicyCache):
             pooling: "max" or "avg".
             group: how votes of the query heads of one KV head are reduced: "mean", "max" or "sum".
             owner: whose rows are kept: "kv_head", or "query_head" (as the official code; H_q rows are stored).
-            unit: "head", "layer" or "token": who shares one set.
+            unit: "head", "layer" or "token": who shares one set; "pair" where layers are merged.
             protect: token positions that always stay, inside the budget (for example the system prompt).
             on_append: what a later prompt segment does: "recompress" everything to the budget, or "append".
             chunked_prefill: "hold" or "bounded" for a prompt fed in chunks.
             quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
             block_rows: rows of a block; as many of the newest rows (fewer than twice as many) are not quantized.
+            merge_layers: "minicache", or its options as a mapping: kept rows are merged over pairs of layers.
 
         Raises:
             BudgetError: the budget is not larger than window and protected rows.
@@ -80,12 +82,14 @@ class SnapKVCache(PolicyCache):
             "fallback": fallback,
             "quantize": quantize,
             "block_rows": block_rows,
+            "merge_layers": merge_layers,
         }
         own = {"window": window, "kernel_size": kernel_size, "pooling": pooling, "owner": owner}
         composition = compose(
             "snapkv",
             common,
             own,
+            model=model_or_config,
             schedule="end_of_prefill",
             evidence=WindowVotes(window_queries=window, kernel_size=kernel_size, pooling=pooling),
             window_rows=window,

@@ -20,7 +20,7 @@ from typing import Any
 
 from ...evidence import Recency
 from ...registry import register_policy
-from ..base import BudgetLike, ModelOrConfig, PolicyCache, bounded_only, compose
+from ..base import BudgetLike, MergeLayers, ModelOrConfig, PolicyCache, bounded_only, compose
 
 __all__ = ["StreamingLLMCache"]
 
@@ -45,6 +45,7 @@ class StreamingLLMCache(PolicyCache):
         fallback: str | None = None,
         quantize: str | None = None,
         block_rows: int = 32,
+        merge_layers: MergeLayers = None,
     ) -> None:
         """Make an empty cache.
 
@@ -56,6 +57,7 @@ class StreamingLLMCache(PolicyCache):
             protect: further token positions that always stay, inside the budget.
             quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
             block_rows: rows of a block; as many of the newest rows (fewer than twice as many) are not quantized.
+            merge_layers: "minicache", or its options as a mapping: kept rows are merged over pairs of layers.
 
         Raises:
             BudgetError: the budget is not positive, or sinks and protected rows fill it.
@@ -72,10 +74,18 @@ class StreamingLLMCache(PolicyCache):
             "fallback": fallback,
             "quantize": quantize,
             "block_rows": block_rows,
+            "merge_layers": merge_layers,
         }
         own = {"sinks": sinks, "positions": positions}
         composition = compose(
-            "streaming_llm", common, own, schedule="every_step", evidence=Recency(), sinks=sinks, positions=positions
+            "streaming_llm",
+            common,
+            own,
+            model=model_or_config,
+            schedule="every_step",
+            evidence=Recency(),
+            sinks=sinks,
+            positions=positions,
         )
         super().__init__(model_or_config, composition)
 
