@@ -62,7 +62,7 @@ def why_not_acting(
         return None
     if after_prompt.statistics["publications"] < 1:
         return f"a prompt of {prompt_tokens} tokens led to no publication, so whatever answers is not this cache"
-    if after_prompt.replaces_rows and allowed_rows is None:
+    if after_prompt.replaces_rows:
         if after_prompt.payload_bytes < full_kv_bytes:
             return None
         return f"the prompt takes {after_prompt.payload_bytes} bytes, and {full_kv_bytes} where no row replaces others"
