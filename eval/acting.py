@@ -60,11 +60,13 @@ def why_not_acting(
     """
     if cell.options.get("quantize") and not after_prompt.quantizes:
         return f"rows are stored as they are, where quantize={cell.options['quantize']!r} was asked for"
+    if cell.options.get("merge_layers") and not after_prompt.merges_layers:
+        return f"every layer stores its own rows, where merge_layers={cell.options['merge_layers']!r} was asked for"
     if not budget_binds(cell, allowed_rows, prompt_tokens):
         return None
     if after_prompt.statistics["publications"] < 1:
         return f"a prompt of {prompt_tokens} tokens led to no publication, so whatever answers is not this cache"
-    if after_prompt.replaces_rows and allowed_rows is None:
+    if after_prompt.replaces_rows:
         if after_prompt.payload_bytes < full_kv_bytes:
             return None
         return f"the prompt takes {after_prompt.payload_bytes} bytes, and {full_kv_bytes} where no row replaces others"

@@ -95,10 +95,11 @@ class CacheUse:
     transient_peak_bytes: int
     # Rows that end-of-prefill policies appended after their last selection.
     tail_rows_mean: float
-    # Whether stored rows stand for others: then no row goes without a budget, and bytes say whether the policy acted.
+    # Whether rows stand for others and none is chosen from: then no row goes, and bytes say whether the policy acted.
     replaces_rows: bool
-    # Whether rows are stored in few bits.
+    # Whether rows are stored in few bits, and whether two layers share theirs.
     quantizes: bool
+    merges_layers: bool
     statistics: Mapping[str, int]
 
 
@@ -120,8 +121,9 @@ def measure(cache: Any) -> CacheUse:
         slack_bytes=int(ledger.slack_bytes),
         transient_peak_bytes=int(ledger.transient_peak_bytes),
         tail_rows_mean=int(ledger.tail_rows) / len(rows),
-        replaces_rows=bool(cache.composition.representation.replaces_rows),
+        replaces_rows=bool(cache.composition.representation.replaces_rows and cache.composition.budget is None),
         quantizes=bool(cache.composition.quantizes),
+        merges_layers=bool(cache.composition.merges_layers),
         statistics={name: int(getattr(counted, name)) for name in names},
     )
 

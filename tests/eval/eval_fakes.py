@@ -25,8 +25,10 @@ def _composition() -> Any:
     return SimpleNamespace(
         minimum_rows=1,
         stored_heads=lambda geometry: geometry.num_kv_heads,
+        budget=None,
         representation=SimpleNamespace(replaces_rows=False),
         quantizes=False,
+        merges_layers=False,
     )
 
 

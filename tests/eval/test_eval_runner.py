@@ -147,16 +147,25 @@ def test_a_policy_of_the_engine_that_selects_nothing_fails(loaded: LoadedModel, 
     assert {row.status for row in rows_of(rows, "full")} == {"ok"}
 
 
-def test_rows_that_were_to_be_quantized_and_are_not_fail(loaded: LoadedModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("policy", "options", "reason"),
+    [
+        ("snapkv", {"quantize": "int8"}, "where quantize='int8' was asked for"),
+        ("adakv", {"quantize": "int4"}, "where quantize='int4' was asked for"),
+        ("snapkv", {"unit": "pair", "merge_layers": "minicache"}, "where merge_layers='minicache' was asked for"),
+    ],
+)
+def test_rows_that_are_not_stored_as_asked_fail(
+    loaded: LoadedModel, tmp_path: Path, policy: str, options: dict[str, Any], reason: str
+) -> None:
     build = EngineBuilder(loaded.model, loaded.tokenizer)
 
     def forgetful(cell: Cell) -> Any:
         return build(replace(cell, options={}))
 
-    policies = [{"name": name, "options": {"quantize": "int8"}, "budgets": [64]} for name in ("snapkv", "adakv")]
+    policies = [{"name": policy, "options": options, "budgets": [64]}]
     _, rows = run(loaded, tmp_path, forgetful, policies=policies, include_random=False)
-    for policy in ("snapkv", "adakv"):
-        assert "where quantize='int8' was asked for" in str(rows_of(rows, policy)[0].reason)
+    assert reason in str(rows_of(rows, policy)[0].reason)
     _, rows = run(loaded, tmp_path / "as asked", build, policies=policies, include_random=False)
     assert {row.status for row in rows} == {"ok"}
 
