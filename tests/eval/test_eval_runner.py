@@ -152,7 +152,7 @@ def test_a_policy_of_the_engine_that_selects_nothing_fails(loaded: LoadedModel, 
     [
         ("snapkv", {"quantize": "int8"}, "where quantize='int8' was asked for"),
         ("adakv", {"quantize": "int4"}, "where quantize='int4' was asked for"),
-        ("snapkv", {"unit": "pair", "merge_layers": "minicache"}, "where merge_layers='minicache' was asked for"),
+        ("snapkv", {"unit": "pair", "merge_layers": {"start_layer": 0}}, "every layer stores its own rows"),
     ],
 )
 def test_rows_that_are_not_stored_as_asked_fail(
