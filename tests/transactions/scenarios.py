@@ -122,7 +122,8 @@ def pair_id(value: Any) -> str:
         return value.name
     name, options = value
     default = small_options(name)
-    return "-".join([name, *(str(v) for k, v in options.items() if v is not None and k not in default)])
+    shown = ((k, v) for k, v in options.items() if v is not None and k not in default)
+    return "-".join([name, *("merged" if k == "merge_layers" else str(v) for k, v in shown)])
 
 
 def prepared(case: Case, scenario: Scenario) -> tuple[Any, Any]:
