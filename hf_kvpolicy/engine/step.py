@@ -26,6 +26,7 @@ from .carry import Carry
 from .foreign import settled_layers, working_layers
 from .inputs import ForwardInputs, new_rows_map
 from .replacing import merging_of
+from .row_refusals import refuse_again, refuse_rows
 from .snapshot import Snapshot
 from .visibility import Visibility
 
@@ -111,7 +112,7 @@ class Step(ABC):
         """Take the new rows of a layer no policy acts on; return what transformers' own layer would."""
         stock = self.foreign[index]
         if stock.get_seq_length() != self.snapshot.frontier.columns:
-            self._refuse_again(self.runtime.geometry.foreign_layers[index])
+            refuse_again(self.runtime.geometry.foreign_layers[index])
         keys, values = stock.update(keys_BHTD, values_BHTD)
         return keys, values
 
@@ -148,9 +149,9 @@ class Step(ABC):
     def _admit_rows(self, layer: int, keys_BHTD: Tensor, *, is_again: bool) -> None:
         """Refuse rows of another shape or type than the cache's, and those of a layer that brought its own already."""
         if keys_BHTD.shape != self._expected or keys_BHTD.dtype is not (self._dtype or keys_BHTD.dtype):
-            self._refuse_rows(layer, keys_BHTD)
+            refuse_rows(layer, keys_BHTD, self._expected, self._dtype)
         if is_again:
-            self._refuse_again(layer)
+            refuse_again(layer)
         self._dtype = keys_BHTD.dtype
 
     def _layer_done(self) -> None:
@@ -384,22 +385,3 @@ class Step(ABC):
             return None
         mask = visibility.for_queries(view or self.view_map(step.layer), self.query_columns())
         return None if mask is None else mask.to(step.keys.device)
-
-    @staticmethod
-    def _refuse_again(layer: int) -> None:
-        raise ConfigError(
-            f"Layer {layer} brings rows a second time in one forward. Either an earlier forward died and this model "
-            "was not made ready for policy caches, so that no new forward began: call hf_kvpolicy.attach(model) once. "
-            "Or the model calls one cache layer from several of its layers, which is not supported."
-        )
-
-    def _refuse_rows(self, layer: int, keys_BHTD: Tensor) -> None:
-        if keys_BHTD.shape != self._expected:
-            raise ConfigError(
-                f"Layer {layer} brings keys of shape {tuple(keys_BHTD.shape)}, but this cache was made for "
-                f"{self._expected} (batch, KV heads, tokens, head dimension). Make the cache for this model."
-            )
-        raise ConfigError(
-            f"Layer {layer} brings keys in {keys_BHTD.dtype}, but the cache holds {self._dtype}. "
-            "Keep one dtype for the life of a cache, or call cache.reset() first."
-        )
