@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from .answer_room import answer_room_notes
 from .records import Row
 from .report_tables import BYTES_NOTE
 from .results import Result, delta_of
@@ -32,6 +33,7 @@ def reading_notes(run: Mapping[str, Any], results: Sequence[Result]) -> list[str
         "Rows are per layer and head; rows and MiB are what the cache held right after the prompt. Rows over time: the "
         "mean over the forwards, of the prompt and of every token of the answer but the last.",
         *_matched_note(results),
+        *answer_room_notes(row for result in results for row in result.rows),
         f"{_question_note(results)} {_cut_note(results)}",
         BYTES_NOTE,
         "Times are wall-clock; on a shared machine an indication only.",
