@@ -25,7 +25,8 @@ def reading_notes(run: Mapping[str, Any], results: Sequence[Result]) -> list[str
         "a BCa bootstrap for graded scores and for NLL.",
         "Outcome: the score minus the full cache's, example by example. degraded: the whole interval lies below "
         f"-{delta:g}; valid: above it, at {SMOKE_BELOW} examples or more; otherwise the examples are too few to say. "
-        "equals-full: the budget takes nothing from any prompt, so nothing was run.",
+        "equals-full: the budget takes nothing from any prompt, so nothing was run. not interpretable: unmeasured, "
+        "because the full cache fails too or is not there; report.csv has interpretable False.",
         "Paired differences: this policy minus the other on the same prompts at the same budget. At one budget bytes "
         "may differ by the maps that a policy keeps: `kvpolicy eval compare` refuses pairs more than 2% apart. By "
         "depth: score / NLL of the examples whose needle lies there; 0 is the beginning of the text.",
