@@ -87,7 +87,9 @@ def canary_note(canary: Mapping[str, Any]) -> str:
     """What was asked and answered, and where the answer is wrong what that says of the run."""
     told = _told(canary)
     if canary["answered"] is False:
-        told += " The model does not find a needle in a short text: scores near the floor say nothing of a policy."
+        told += (
+            " The model does not find a needle in a short text: low scores of questions then say nothing of a policy."
+        )
     return told
 
 

@@ -144,14 +144,22 @@ def errors_as_exit_codes() -> Iterator[None]:
 
 
 def _check(config: SweepConfig) -> None:
-    """Everything that can be refused without a model: policy names, their options, the grids of the tasks."""
+    """Everything that can be refused without a model: policy names, options, grids of the tasks, budgets in rows.
+
+    Where the model lies in a folder its config is read, for the lengths too.
+    """
     from .cells import task_points
     from .engine import check_policies, check_takes_budget
+    from .feasible import check_budgets, check_lengths, local_config
 
     list(task_points(config))
     asked = [policy for policy in config.policies if policy.name != NO_CONTEXT]
     check_policies((policy.name, [*policy.options, *policy.grid]) for policy in asked)
     check_takes_budget(name for policy in asked for name in policy.matched)
+    model_config = local_config(config.model.name)
+    if model_config is not None:
+        check_lengths(config, model_config)
+    check_budgets(config, model_config)
 
 
 def _parse_part(text: str) -> tuple[int, int]:

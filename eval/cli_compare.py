@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import ConfigError
+from ..errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from .comparison_table import Comparison
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["add_commands"]
 
 _TIME = ("prefill", "decode")
+_LABELS_SHOWN = 6
 
 
 def add_commands(app: typer.Typer, errors_as_exit_codes: Callable[[], AbstractContextManager[None]]) -> None:
@@ -76,12 +77,14 @@ def _point(result: Result) -> str:
 def _print_comparisons(results: list[Result], metric: str, *, every: bool) -> None:
     from .comparison import metric_named
     from .comparison_table import comparisons, pairs_to_compare
+    from .statistics import SMOKE_BELOW
 
     unit = metric_named(metric).unit
     found = comparisons(pairs_to_compare(results, every=every), metric)
     allowed = [item for item in found if item.difference is not None]
     several = len({result.source for result in results}) > 1
     typer.echo(f"{metric} ({unit}), differences with 95% intervals, raw p and Holm's over {len(allowed)} pairs")
+    typer.echo(f"smoke: fewer than {SMOKE_BELOW} examples; shows that things run, supports no claim")
     for point, group in groupby(found, key=lambda item: _point(item.ours)):
         items = list(group)
         refused = [item for item in items if item.difference is None]
@@ -105,7 +108,9 @@ def _pair(item: Comparison, *, several: bool) -> str:
 
 
 def _cells(item: Comparison, *, several: bool) -> list[str]:
-    note = "" if item.comparability.relation == "comparable" else f"({item.comparability.relation})"
+    notes: list[str] = [] if item.comparability.relation == "comparable" else [item.comparability.relation]
+    notes += [] if item.difference is None or item.difference.supports_absence else ["smoke"]
+    note = f"({', '.join(notes)})" if notes else ""
     return [f"  {_pair(item, several=several)}", f"p {item.p:.2g}", f"Holm {item.adjusted_p:.2g}", item.verdict, note]
 
 
@@ -132,7 +137,8 @@ def _named(name: str, results: Sequence[Result]) -> list[Result]:
     """
     found = [result for result in results if name in result.cell_keys or name == result.label]
     if not found:
-        raise ConfigError(f"{name!r} names no cell. Give a key or a label of these: {_listed(results)}.")
+        labels = list(dict.fromkeys(result.label for result in results))
+        raise ConfigError(f"{name!r} names no cell. Labels are {_shortened(labels)}.{did_you_mean(name, labels)}")
     return found
 
 
@@ -153,6 +159,13 @@ def _find(text: str, *, default: str) -> tuple[Result, str]:
     if len(found) > 1:
         raise ConfigError(f"{wanted!r} names several cells of {source}. Give the key of one: {_listed(found)}.")
     return found[0], source
+
+
+def _shortened(labels: Sequence[str]) -> str:
+    """The first few, and how many more the report has."""
+    shown = ", ".join(labels[:_LABELS_SHOWN])
+    more = len(labels) - _LABELS_SHOWN
+    return f"{shown}, and {more} more that `kvpolicy eval report` prints" if more > 0 else shown
 
 
 def _listed(results: Iterable[Result]) -> str:

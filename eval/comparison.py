@@ -207,9 +207,7 @@ def compare(ours: Mapping[str, Any], theirs: Mapping[str, Any], metric: str) -> 
     found = differing(ours, theirs, wanted.requires)
     is_reference = wanted.requires_equal_bytes and _is_full(ours) != _is_full(theirs)
     if wanted.requires_equal_bytes and not is_reference:
-        bytes_both = ours["resident_bytes"], theirs["resident_bytes"]
-        if not _are_close(*bytes_both):
-            found += (Disagreement(key="resident_bytes", ours=bytes_both[0], theirs=bytes_both[1]),)
+        found += _unequal_sizes(ours, theirs)
     relation: Literal["comparable", "reference", "not comparable"] = "reference" if is_reference else "comparable"
     return Comparability(metric=metric, relation="not comparable" if found else relation, differing=found)
 
@@ -260,6 +258,30 @@ def _mean(values: Mapping[str, float]) -> float:
 def _is_full(coordinates: Mapping[str, Any]) -> bool:
     kept_whole = coordinates["policy"] == "full" and coordinates["semantic_class"] != "lossy_quantized"
     return bool(kept_whole or coordinates["semantic_class"] == "full_cache_exact")
+
+
+def _unequal_sizes(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[Disagreement, ...]:
+    """What two results hold, where it is not the same: bytes after the prompt, or what one is matched by."""
+    if _gets_rows_of(ours, theirs) or _gets_rows_of(theirs, ours):
+        key, sizes = "rows_over_time", (_rows_of_same_bytes(ours), _rows_of_same_bytes(theirs))
+    else:
+        key, sizes = "resident_bytes", (ours["resident_bytes"], theirs["resident_bytes"])
+    return () if _are_close(*sizes) else (Disagreement(key=key, ours=sizes[0], theirs=sizes[1]),)
+
+
+def _gets_rows_of(matched: Mapping[str, Any], source: Mapping[str, Any]) -> bool:
+    return bool(matched["matched_to"] == {key: source[key] for key in ("policy", "options", "budget")})
+
+
+def _rows_of_same_bytes(coordinates: Mapping[str, Any]) -> Any:
+    """Rows held over time, as many of the model's own as take the same bytes: what a cell is matched by."""
+    names = ("rows_over_time_mean", "payload_bytes", "full_kv_bytes", "kept_ratio")
+    values = [coordinates[name] for name in names]
+    unknown = next((value for value in values if is_unrecorded(value)), None)
+    if unknown is not None:
+        return unknown
+    rows, payload, full, kept = values
+    return rows * payload / (full * kept)
 
 
 def _are_close(ours: Any, theirs: Any) -> bool:

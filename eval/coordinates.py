@@ -65,6 +65,7 @@ POLICY = (
     "budget_unit",
     "budget_scope",
     "budget_denominator",
+    "matched_to",
     "allocation",
     "storage",
     "calibration_sha256",
@@ -187,6 +188,7 @@ def _of_policy(rows: Sequence[Row]) -> dict[str, Any]:
         "budget": cell["budget"],
         "budget_unit": unit,
         "budget_denominator": budget_denominator(unit),
+        "matched_to": cell.get("matched_to") or "none",
     }
     # Caches of one cell declare the same, but for the budgets of a cell that gets the rows of another.
     manifests = sorted({row.cache.manifest_sha256 for row in rows if row.cache is not None})

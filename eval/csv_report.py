@@ -17,6 +17,7 @@ from .results import Result
 from .retention import normalised_retention
 from .statistics import Interval
 from .summary import CellSummary, Measured
+from .sweep import NO_CONTEXT
 
 __all__ = ["report_csv"]
 
@@ -112,7 +113,9 @@ def _measures(summary: CellSummary) -> dict[str, Any]:
         **_interval("score", measured.score),
         **_interval("answer_nll", measured.answer_nll),
         **{name: getattr(measured, name) for name in _MEANS},
-        "bytes_of_full_kv_ratio": measured.measured_bytes / measured.full_kv_bytes,
+        "bytes_of_full_kv_ratio": (
+            None if summary.cell.policy == NO_CONTEXT else measured.measured_bytes / measured.full_kv_bytes
+        ),
     }
 
 

@@ -85,7 +85,8 @@ def run_example(
             blank,
             status=outcomes.status_of_error(error),
             outcome=str(outcomes.outcome_of_error(error)),
-            reason=f"{type(error).__name__}: {error}"[:500],
+            # The status names the error already.
+            reason=str(error)[:500] or type(error).__name__,
         )
     if trial.did_not_act is not None:
         return dataclasses.replace(

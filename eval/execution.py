@@ -72,6 +72,7 @@ def _run_here(config: SweepConfig, out: Path, how: Execution, say: Callable[[str
     import typer
 
     from .engine import EngineBuilder
+    from .feasible import check_lengths
     from .model_loading import load_for_command
     from .processes import launched
     from .run_directory import RunDirectory
@@ -84,6 +85,7 @@ def _run_here(config: SweepConfig, out: Path, how: Execution, say: Callable[[str
         # A folder that is named after the hour is the leading one's.
         out = processes.leaders(out)
         loaded = load_for_command(config.model.name, config.model.dtype, processes.device(config.model.device))
+        check_lengths(config, loaded.model.config)
         directory = RunDirectory(out, rank=part[0] - 1, follows=not processes.leads)
         if not processes.leads:
             processes.wait()

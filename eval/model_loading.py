@@ -20,6 +20,7 @@ __all__ = [
     "load_for_command",
     "load_model",
     "smollm2_directory",
+    "source_of",
     "trained_policy",
 ]
 
@@ -74,7 +75,7 @@ def load_model(name_or_path: str, dtype: str = "auto", device: str = "cpu") -> L
         raise ConfigError(f"Model dtype {dtype!r} is not one of {', '.join(DTYPES)}.{did_you_mean(dtype, DTYPES)}")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = _resolve(name_or_path)
+    source = source_of(name_or_path)
     torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(source)
@@ -99,7 +100,14 @@ def load_for_command(name: str, dtype: str, device: str) -> LoadedModel:
         ) from error
 
 
-def _resolve(name_or_path: str) -> str:
+def source_of(name_or_path: str) -> str:
+    """The folder or hub name that a model is loaded from.
+
+    Raises:
+        ConfigError: it is a path, or the default model's folder, and does not exist.
+    """
+    if _is_path(name_or_path) and not Path(name_or_path).is_dir():
+        raise ConfigError(f"There is no folder {name_or_path!r}. Give --model a model's folder, or a hub name.")
     if name_or_path != SMOLLM2_NAME:
         return name_or_path
     directory = smollm2_directory()
@@ -109,3 +117,8 @@ def _resolve(name_or_path: str) -> str:
             "Run scripts/fetch_model once, or name another model with --model."
         )
     return str(directory)
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name can only be a path: a hub name has at most one slash, and begins with none of these."""
+    return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1

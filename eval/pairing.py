@@ -30,7 +30,8 @@ class Pair:
 def pairs(summaries: Iterable[CellSummary]) -> list[Pair]:
     """Compare every measured cell with the baselines of its task, length and budget; first come the cells.
 
-    A cell that others are matched to is compared with them, and they with one another.
+    A cell that others are matched to is compared with them, and they with one another. What was asked with
+    another prompt (`no_context`) has no pair.
 
     A baseline that ran with several option sets is represented by its first.
     """
@@ -62,4 +63,6 @@ def _pair(ours: CellSummary, baseline: CellSummary | None) -> Pair | None:
     if score is None or nll is None:
         return None
     shared = ours.measured.scores.keys() & baseline.measured.scores.keys()
+    if any(ours.measured.prompts[key] != baseline.measured.prompts[key] for key in shared):
+        return None
     return Pair(summary=ours, baseline=baseline.cell.policy, n=len(shared), score=score, answer_nll=nll)

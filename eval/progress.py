@@ -20,6 +20,10 @@ class Listener(Protocol):
         """A cell failed, and is not run again."""
         ...
 
+    def noted(self, note: str) -> None:
+        """Something is to be known of a task point; may be told more than once."""
+        ...
+
 
 class Progress:
     """Says plain lines, which read the same on a terminal and in a log."""
@@ -29,6 +33,7 @@ class Progress:
         self._say, self._counts = say, list(examples_per_point)
         self._started = time.perf_counter()
         self._scores: dict[str, list[float]] = {}
+        self._noted: set[str] = set()
         self._point, self._title, self._here, self._ran_examples, self._ran_here = 0, "", 0, 0, False
 
     def begin(self, point: int, title: str) -> None:
@@ -44,6 +49,12 @@ class Progress:
         """A cell failed, and is not run again."""
         self._say(f"{self._title}, {label}: {reason}")
         self._ran_here = True
+
+    def noted(self, note: str) -> None:
+        """Something is to be known of a task point; said once."""
+        if note not in self._noted:
+            self._say(f"warning: {note}")
+        self._noted.add(note)
 
     def example_done(self) -> None:
         """Every cell has seen the example; nothing is said of one that was done before."""

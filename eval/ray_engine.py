@@ -49,6 +49,7 @@ class Report:
     outcome: RunOutcome = field(default_factory=RunOutcome)
     scores: list[tuple[str, float]] = field(default_factory=list)
     failures: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def scored(self, label: str, score: float) -> None:
         """A cell answered."""
@@ -57,6 +58,10 @@ class Report:
     def failed(self, label: str, reason: str) -> None:
         """A cell failed, and is not run again by this worker."""
         self.failures.append((label, reason))
+
+    def noted(self, note: str) -> None:
+        """Something is to be known of the task point."""
+        self.notes.append(note)
 
 
 class RayWorker:
@@ -208,6 +213,8 @@ def _worker_count(resources: Mapping[str, float], needs: Mapping[str, int], aske
 
 
 def _tell(progress: Progress, title: str, report: Report) -> None:
+    for note in report.notes:
+        progress.noted(note)
     for label, reason in report.failures:
         progress.failed(f"{title}, {label}", reason)
     for label, score in report.scores:

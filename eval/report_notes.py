@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from .answer_room import answer_room_notes
 from .records import Row
 from .report_tables import BYTES_NOTE
 from .results import Result, delta_of
@@ -25,13 +26,16 @@ def reading_notes(run: Mapping[str, Any], results: Sequence[Result]) -> list[str
         "Outcome: the score minus the full cache's, example by example. degraded: the whole interval lies below "
         f"-{delta:g}; valid: above it, at {SMOKE_BELOW} examples or more; otherwise the examples are too few to say. "
         "Where nothing is generated, the negative NLL in nats per token takes the place of the score. "
-        "equals-full: the budget takes nothing from any prompt, so nothing was run.",
-        "Paired differences: this policy minus the other on the same examples at the same budget. By depth: score / "
-        "NLL of the examples whose needle lies there; 0 is the beginning of the text.",
+        "equals-full: the budget takes nothing from any prompt, so nothing was run. not interpretable: unmeasured, "
+        "because the full cache fails too or is not there; report.csv has interpretable False.",
+        "Paired differences: this policy minus the other on the same prompts at the same budget. At one budget bytes "
+        "may differ by the maps that a policy keeps: `kvpolicy eval compare` refuses pairs more than 2% apart. By "
+        "depth: score / NLL of the examples whose needle lies there; 0 is the beginning of the text.",
         f"smoke: fewer than {SMOKE_BELOW} examples; shows that things run, supports no claim.",
         "Rows are per layer and head; rows and MiB are what the cache held right after the prompt. Rows over time: the "
         "mean over the forwards, of the prompt and of every token of the answer but the last.",
         *_matched_note(results),
+        *answer_room_notes(row for result in results for row in result.rows),
         f"{_question_note(results)} {_cut_note(results)}",
         BYTES_NOTE,
         "Times are wall-clock; on a shared machine an indication only.",

@@ -14,6 +14,7 @@ from .results import Result
 from .retention import MINIMUM_RANGE
 from .statistics import Interval
 from .summary import CellSummary, Measured
+from .sweep import NO_CONTEXT
 
 __all__ = [
     "BYTES_NOTE",
@@ -133,7 +134,8 @@ def table_cells(summary: CellSummary) -> list[str]:
         _optional(measured.rows_over_time, ".1f"),
         f"{measured.kept_ratio:.3f}",
         f"{measured.measured_bytes / _BYTES_PER_MIB:.3f}",
-        f"{measured.measured_bytes / measured.full_kv_bytes:.1%}",
+        # Without the text, the full cache of the prompt is another one.
+        "" if summary.cell.policy == NO_CONTEXT else f"{measured.measured_bytes / measured.full_kv_bytes:.1%}",
         f"{measured.prefill_s:.2f}",
         f"{measured.decode_ms_per_token:.1f}",
         _outcome(summary),

@@ -13,6 +13,7 @@ import torch
 
 from ..contract.canonical import sha256_of
 from . import cells, environment, matching, outcomes
+from .answer_room import answer_room_note
 from .canary import canary_warning, run_canary
 from .cells import Cell
 from .changed_sweep import changed_sweep_note
@@ -63,6 +64,7 @@ class _OpenPoint:
     task: Task
     examples: list[Example]
     planned: list[PlannedCell]
+    note: str | None
 
 
 class SweepWorker:
@@ -153,6 +155,9 @@ class SweepWorker:
                 continue
             if entry.refused:
                 continue
+            if opened.note is not None:
+                listener.noted(opened.note)
+                opened.note = None
             row = run_example(self, entry, opened.task, number, example, row_key, dense, encode)
             self.directory.append(row)
             outcome.written += 1
@@ -229,7 +234,8 @@ class SweepWorker:
             examples = task.examples(point.request, self.encoder)
             name = f"{point.task.name}-{point.request.length_tokens}-{point.request.seed}"
             self.directory.save_examples(name, to_dataset(examples).to_pandas().to_json(orient="records", lines=True))
-            self._prompt_tokens[index] = self._count(examples)
+            encoded = [self.encoder.encode(example) for example in examples]
+            self._prompt_tokens[index] = [len(each.token_ids) for each in encoded]
             planned = [
                 PlannedCell(
                     cell=cell,
@@ -239,7 +245,14 @@ class SweepWorker:
                 )
                 for cell, key in self._cells[index]
             ]
-            self._point = _OpenPoint(index=index, task=task, examples=examples, planned=planned)
+            note = answer_room_note(
+                point.title,
+                answer_tokens=[len(each.answer_ids) for each in encoded],
+                values=[example.answers for example in examples],
+                metric=task.metric,
+                max_new_tokens=point.request.max_new_tokens,
+            )
+            self._point = _OpenPoint(index=index, task=task, examples=examples, planned=planned, note=note)
         return self._point
 
     def _tokens_of_all_seeds(self, index: int) -> Iterator[int]:

@@ -52,6 +52,8 @@ class Measured:
     decode_ms_per_token: float
     scores: Mapping[str, float]
     nlls: Mapping[str, float]
+    # Digest of the prompt by example; None where a row has none.
+    prompts: Mapping[str, str | None]
     # By example as the two above; empty for tasks that hide nothing at a depth.
     depths: Mapping[str, float]
 
@@ -232,6 +234,7 @@ def _measure(group: list[Row]) -> Measured:
         decode_ms_per_token=_mean(t.decode_ms_per_token for t in timing),
         scores=dict(zip(ids, (q.score for q in quality), strict=True)),
         nlls=dict(zip(ids, nlls, strict=True)),
+        prompts={str(row.example["id"]): row.example.get("prompt_sha256") for row in group},
         depths={
             str(row.example["id"]): float(row.example["depth_ratio"]) for row in group if "depth_ratio" in row.example
         },

@@ -14,6 +14,7 @@ from . import acting, engine, generation
 from .cells import Cell
 from .dense_prompts import DensePrompts
 from .engine import CacheUse, RowsOverTime
+from .feasible import positions_of
 from .generation import AnswerScore, Generated, Prefilled
 from .metrics.agreement import agreement
 from .metrics.registry import score_answer
@@ -110,7 +111,7 @@ def _generated(
 
 
 def _check_fits(model: Any, tokens: int) -> None:
-    limit = getattr(model.config, "max_position_embeddings", None)
+    limit = positions_of(model.config)
     if limit is not None and tokens > limit:
         raise ConfigError(
             f"The prompt and its answer take {tokens} tokens, the model has positions for {limit}. "

@@ -56,8 +56,9 @@ class Budget:
         if rows < minimum_rows:
             needed = minimum_rows * owners_per_row * len(prompt_tokens) * row_bytes
             raise BudgetError(
-                f"The byte budget {self.declared!r} gives {rows} rows for each of {owners_per_row} owners in "
-                f"{len(prompt_tokens)} batch rows, but this policy needs at least {minimum_rows}. "
+                f"The byte budget {self.declared!r} gives {rows} rows to each of {owners_per_row} pairs of a layer and "
+                f"a head in {len(prompt_tokens)} batch row{'s' * (len(prompt_tokens) > 1)}, but this policy needs at "
+                f"least {minimum_rows}. "
                 f"Give at least {needed} bytes, or a smaller window."
             )
         return [min(rows, NO_LIMIT_ROWS)] * len(prompt_tokens)

@@ -90,7 +90,7 @@ def test_a_model_that_does_not_answer_is_told_of_and_runs(loaded: LoadedModel, t
     outcome, said = run(loaded, tmp_path)
     assert outcome == RunOutcome(written=3, skipped=0, failed=0)
     assert said[0].startswith("warning: Canary: asked for ")
-    assert "scores near the floor say nothing of a policy" in said[0]
+    assert "low scores of questions then say nothing of a policy" in said[0]
     ((_, canary),) = RunDirectory(tmp_path).read_run()["canaries"].items()
     assert canary["answered"] is False
     assert canary["prompt_rows_mean"] == canary["prompt_tokens"]

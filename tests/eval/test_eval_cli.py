@@ -110,16 +110,42 @@ def test_mistakes_end_before_a_model_is_loaded(sweep: Path, override: str, messa
 
 
 def test_a_failed_cell_makes_the_exit_status_one(sweep: Path, model_folder: Path, tmp_path: Path) -> None:
-    # The window alone is larger than the budget, which the policy refuses.
-    bad_window = "policies.1.options.window=50"
+    # How many rows bytes are is known where the cell runs.
+    few_bytes = "budgets=[1KiB]"
     code, text = invoke(
-        "run", sweep, "--model", model_folder, "--out", tmp_path / "out", "--set", bad_window, "--limit", 1
+        "run", sweep, "--model", model_folder, "--out", tmp_path / "out", "--set", few_bytes, "--limit", 1
     )
     assert code == 1
-    assert "failed: BudgetError" in text
+    assert "failed: BudgetError (The byte budget '1KiB' gives 4 rows to each of 4 pairs of a layer and a head" in text
     code, text = invoke("report", tmp_path / "out")
     assert code == 0
     assert "runtime-inadmissible" in (tmp_path / "out" / "report.md").read_text()
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_a_budget_of_too_few_rows_ends_before_the_first_cell(sweep: Path, tmp_path: Path, more: list[str]) -> None:
+    # The default window of `random`, which is added, is 32; that of snapkv is 8 here.
+    code, text = invoke("run", sweep, "--out", tmp_path / "out", "--set", "budgets=[32, 8]", *more)
+    assert code == 2
+    said = " ".join(text.split())
+    assert "error: random @ 32 cannot run" in said
+    assert "Give a budget of at least 33 rows" in said
+    assert "The same holds for random @ 8, snapkv(unit=head,window=8) @ 8, snapkv(unit=layer,window=8) @ 8." in said
+    assert "`include_random: false`" in said
+    assert not (tmp_path / "out").exists()
+    alone = ["--set", "include_random=false", "--set", "budgets=[9]"]
+    assert invoke("run", sweep, "--dry-run", *alone)[0] == 0, "a window of 8 and a row to choose"
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_a_length_beyond_the_models_positions_ends_before_the_first_cell(
+    sweep: Path, model_folder: Path, tmp_path: Path, more: list[str]
+) -> None:
+    lengths = "tasks.0.lengths_tokens=[600, 2049]"
+    code, text = invoke("run", sweep, "--model", model_folder, "--out", tmp_path / "out", "--set", lengths, *more)
+    assert code == 2
+    assert "a length of 2049 tokens, and the model has positions for 2048" in " ".join(text.split())
+    assert not (tmp_path / "out").exists()
 
 
 def test_reporting_on_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
@@ -151,6 +177,12 @@ def test_a_model_that_cannot_be_loaded_is_one_line(sweep: Path) -> None:
     code, text = invoke("run", sweep, "--model", "nobody/no-such-model")
     assert code == 2
     assert "error: The model 'nobody/no-such-model' cannot be loaded" in " ".join(text.split())
+
+
+def test_a_model_folder_that_is_not_there_is_named(sweep: Path, tmp_path: Path) -> None:
+    code, text = invoke("run", sweep, "--model", tmp_path / "absent")
+    assert code == 2
+    assert "error: There is no folder" in " ".join(text.split())
 
 
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -199,6 +199,27 @@ def test_cells_of_one_name_are_compared_between_runs(tmp_path: Path) -> None:
     assert item.difference.mean == pytest.approx(-0.6)
 
 
+def over_time(rows: list[Row], mean: float) -> list[Row]:
+    """The same rows, with another mean over the forwards."""
+    return [replace(row, cache=replace(row.cache, rows_over_time_mean=mean)) for row in rows]
+
+
+def test_a_cell_and_what_is_matched_to_it_are_compared_by_rows_held_over_time() -> None:
+    source = coordinates(over_time(rows_of("scissorhands", 64), 50.0))
+    asked = {"policy": "scissorhands", "options": {}, "budget": 64}
+    matched = [replace(row, cell={**row.cell, "budget": None, "matched_to": asked}) for row in rows_of("random", 50)]
+    near, far = (coordinates(over_time(matched, mean)) for mean in (50.9, 51.1))
+    for name, metric in METRICS.items():
+        assert compare(near, source, name).relation == "comparable", "64 rows and 50 after the prompt"
+        assert [item.key for item in compare(source, far, name).differing] == ["rows_over_time"] * (
+            metric.requires_equal_bytes
+        )
+    other = coordinates(over_time(rows_of("scissorhands", 65), 50.0))
+    assert [item.key for item in compare(near, other, "score").differing] == ["resident_bytes"], "another cell's rows"
+    older = coordinates([replace(row, cache=replace(row.cache, rows_over_time_mean=None)) for row in matched])
+    assert str(compare(older, source, "score").differing[0]) == "rows_over_time: not recorded"
+
+
 def test_p_values_are_adjusted_for_all_comparable_pairs(tmp_path: Path) -> None:
     rows = [*rows_of("full", None), *rows_of("random", 64, 0), *rows_of("snapkv", 64, 14), *rows_of("h2o", 72, 5)]
     results = written(tmp_path / "run.json", rows)
@@ -220,7 +241,7 @@ def test_p_values_are_adjusted_for_all_comparable_pairs(tmp_path: Path) -> None:
 def test_what_a_cache_declares_is_read_from_its_manifest(policy: str) -> None:
     model = tiny_loaded().model
     found = policy_coordinates(make_cache(policy, model, None if policy == "full" else 64))
-    assert set(found) == set(POLICY) - {"options"}
+    assert set(found) == set(POLICY) - {"options", "matched_to"}
     expected = {
         "full": ("none", "static", "kv_head", "full_cache_exact", "none"),
         "snapkv": ("prefill", "end_of_prefill", "kv_head", "lossy_subset", "rows"),
@@ -265,7 +286,8 @@ def test_the_table_names_differences_refusals_and_failures(run: Path) -> None:
     code, text = invoke("compare", run, "--every-pair")
     assert code == 0, text
     assert "needle_single_noise, 512 tokens" in text
-    assert "higher (+0.70 [+0.43, +0.85], n = 20)" in text
+    assert "higher (+0.70 [+0.43, +0.85], n = 20)  (smoke)" in text
+    assert "(reference, smoke)" in text
     assert "h2o @ 72 - random @ 64: resident_bytes: 73,728 / 65,536" in text
     assert "keyformer @ 64: failed: x (why)" in text
     code, text = invoke("compare", run, "--metric", "time")
@@ -294,5 +316,8 @@ def test_two_results_are_explained(run: Path) -> None:
     code, text = invoke("explain", "snapkv @ 64", "h2o @ 72")
     assert code == 2
     assert "names no folder or file" in text
-    assert "names no cell" in invoke("explain", f"{run}:nothing", "h2o @ 72")[1]
+    refused = " ".join(invoke("explain", f"{run}:nothing", "h2o @ 72")[1].split())
+    assert "'nothing' names no cell. Labels are full, random @ 64, snapkv @ 64, h2o @ 72, keyformer @ 64." in refused
+    misspelt = " ".join(invoke("compare", run, "--cell", "snapkv(window=16) @ 64")[1].split())
+    assert misspelt.endswith("Did you mean 'snapkv @ 64'?")
     assert "There is no folder" in invoke("explain", "absent:nothing", "h2o @ 72")[1]

@@ -11,7 +11,7 @@ from eval_fakes import made_row
 from hf_kvpolicy.eval.pairing import pairs
 from hf_kvpolicy.eval.records import Row
 from hf_kvpolicy.eval.report import markdown_table
-from hf_kvpolicy.eval.report_tables import depth_table, paired_table
+from hf_kvpolicy.eval.report_tables import COLUMNS, depth_table, paired_table, table_cells
 from hf_kvpolicy.eval.summary import summarise
 
 
@@ -52,6 +52,19 @@ def test_a_failed_cell_and_a_missing_baseline_give_no_difference() -> None:
 def test_other_tasks_are_no_baseline() -> None:
     elsewhere = [Row(**{**_fields(r), "cell": {**r.cell, "length_tokens": 1024}}) for r in cell("full", None, 10)]
     assert pairs(summarise([*elsewhere, *cell("h2o", 64, 4)])) == []
+
+
+def test_the_same_question_without_its_text_is_no_pair() -> None:
+    def asked(policy: str, prompt: str) -> list[Row]:
+        return [
+            made_row(policy, i, example={"id": f"example-{i}", "answers": ["7"], "prompt_sha256": f"{prompt}-{i}"})
+            for i in range(4)
+        ]
+
+    summaries = summarise([*asked("full", "text"), *asked("no_context", "bare"), *asked("h2o", "text")])
+    assert [(p.summary.cell.policy, p.baseline) for p in pairs(summaries)] == [("h2o", "full")]
+    bare = next(summary for summary in summaries if summary.cell.policy == "no_context")
+    assert table_cells(bare)[COLUMNS.index("of full K/V")] == "", "its own prompt's full cache says nothing"
 
 
 def _fields(row: Row) -> dict[str, object]:

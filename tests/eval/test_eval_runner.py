@@ -315,6 +315,7 @@ def test_progress_is_a_line_an_example_and_one_a_cell(loaded: LoadedModel, tmp_p
     said: list[str] = []
     run_sweep(config(), loaded, RunDirectory(tmp_path), fake_builder, say=said.append)
     assert said.pop(0).startswith("warning: Canary")
+    assert "answers take up to 8 tokens, and max_new_tokens is 4" in said.pop(0)
     assert [line.partition(", about")[0] for line in said[:2]] == [
         "needle_single_noise 600 tokens: example 1 of 2",
         "needle_single_noise 600 tokens: example 2 of 2",
