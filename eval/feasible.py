@@ -12,7 +12,7 @@ from typing import Any
 from ..config import make_cache
 from ..errors import BudgetError, ConfigError, KVPolicyError
 from .cells import Cell, cells_at, task_points
-from .model_loading import source_of
+from .model_loading import check_path, source_of
 from .sweep import REFERENCES, SweepConfig
 
 __all__ = ["check_budgets", "check_lengths", "local_config", "positions_of"]
@@ -22,9 +22,14 @@ _NAMED = 6
 
 
 def local_config(name: str) -> Any | None:
-    """The config of a model that lies in a folder; None for a hub name, or where it cannot be read."""
+    """The config of a model that lies in a folder; None for a hub name, or where it cannot be read.
+
+    Raises:
+        ConfigError: the name is a path, and no folder is there.
+    """
     from transformers import AutoConfig
 
+    check_path(name)
     try:
         folder = Path(source_of(name))
         return AutoConfig.from_pretrained(folder) if folder.is_dir() else None

@@ -17,6 +17,7 @@ __all__ = [
     "DTYPES",
     "SMOLLM2_NAME",
     "LoadedModel",
+    "check_path",
     "load_for_command",
     "load_model",
     "smollm2_directory",
@@ -106,8 +107,7 @@ def source_of(name_or_path: str) -> str:
     Raises:
         ConfigError: it is a path, or the default model's folder, and does not exist.
     """
-    if _is_path(name_or_path) and not Path(name_or_path).is_dir():
-        raise ConfigError(f"There is no folder {name_or_path!r}. Give --model a model's folder, or a hub name.")
+    check_path(name_or_path)
     if name_or_path != SMOLLM2_NAME:
         return name_or_path
     directory = smollm2_directory()
@@ -119,6 +119,15 @@ def source_of(name_or_path: str) -> str:
     return str(directory)
 
 
-def _is_path(name: str) -> bool:
-    """Whether a name can only be a path: a hub name has at most one slash, and begins with none of these."""
-    return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+def check_path(name_or_path: str) -> None:
+    """Refuse what can only be a path and leads to no folder: a hub name has one slash at most, and none in front.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    is_path = name_or_path.startswith(("/", "./", "../", "~")) or name_or_path.count("/") > 1
+    if is_path and not Path(name_or_path).is_dir():
+        raise ConfigError(
+            f"The model {name_or_path!r} cannot be loaded: there is no such folder. Give --model a model's folder, or "
+            "the name of a hub model."
+        )

@@ -180,9 +180,10 @@ def test_a_model_that_cannot_be_loaded_is_one_line(sweep: Path) -> None:
 
 
 def test_a_model_folder_that_is_not_there_is_named(sweep: Path, tmp_path: Path) -> None:
-    code, text = invoke("run", sweep, "--model", tmp_path / "absent")
-    assert code == 2
-    assert "error: There is no folder" in " ".join(text.split())
+    for more in ([], ["--dry-run"]):
+        code, text = invoke("run", sweep, "--model", tmp_path / "absent", *more)
+        assert code == 2
+        assert "cannot be loaded: there is no such folder" in " ".join(text.split())
 
 
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_a_folder_is_not_continued_with_other_measures_or_records(
 def test_scores_are_kept_where_a_row_failed(data: Path, model_folder: Path, tmp_path: Path) -> None:
     code, text = invoke(
         "--model", model_folder, "--data", data, "--tasks", "qasper", "--examples", 1, "--length", 600, "--budget", 64,
-        "--set", "max_new_tokens=2", "--set", "policies.0.options.window=90", "--out", tmp_path,
+        "--set", "max_new_tokens=2", "--set", "policies.0.budgets=[1KiB]", "--out", tmp_path,
     )  # fmt: skip
     assert code == 1, text
     scores = json.loads((tmp_path / "longbench.json").read_text())
