@@ -19,8 +19,8 @@ from ..errors import ConfigError, KVPolicyError
 from . import cells
 from .engine import EngineBuilder
 from .execution import Execution
-from .feasible import check_lengths
 from .extras import require
+from .feasible import check_lengths
 from .model_loading import load_for_command
 from .progress import Progress
 from .run_directory import RunDirectory

@@ -29,8 +29,9 @@ def main() -> int:
     arguments = parse_arguments()
     if not arguments.page:
         command = [sys.executable, "-m", "pytest", "-n", str(arguments.workers), "-m", "proves", "-q"]
+        whole = [] if arguments.tests != ["tests"] else ["--capabilities-run", "scripts/capabilities"]
         ran = subprocess.run(
-            [*command, "--capabilities", str(RECORD), *arguments.tests],
+            [*command, "--capabilities", str(RECORD), *whole, *arguments.tests],
             cwd=ROOT,
             env=os.environ | {"KVPOLICY_TEST_FULL": "1"},
         )

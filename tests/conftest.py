@@ -41,12 +41,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--capabilities", type=Path, metavar="FILE", help="write what the marked tests proved to this file"
     )
+    parser.addoption(
+        "--capabilities-run", metavar="COMMAND", help="this command runs all of them: replace what the file says"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "allow_deprecated: may use what transformers deprecates, on purpose")
     if config.option.capabilities:
-        config.pluginmanager.register(CapabilityRecorder(config.option.capabilities))
+        config.pluginmanager.register(CapabilityRecorder(config.option.capabilities, config.option.capabilities_run))
     torch.set_num_threads(1)
 
 

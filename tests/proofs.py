@@ -1,7 +1,8 @@
 """What tests prove: `@pytest.mark.proves("beams")` says which mode, the parameters say for which policy and family.
 
 With `--capabilities FILE` a run that passes writes what its marked tests proved, and with `--collect-only` what they
-would prove. `scripts/capabilities` makes docs/capabilities.md of it.
+would prove. `--capabilities-run COMMAND` says that the run is a whole one and by which command: its record replaces the
+one that is there, where otherwise it renews a part. `scripts/capabilities` makes docs/capabilities.md of it.
 """
 
 from __future__ import annotations
@@ -177,9 +178,10 @@ def _named(item: pytest.Item, mark: pytest.Mark) -> tuple[str | None, str | None
 class CapabilityRecorder:
     """Collects what passed tests proved, and writes it when the whole run has passed."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __init__(self, file: Path, run: str | None = None) -> None:
+        self.file, self.run = file, run
         self.passed: Counter[Proof] = Counter()
+        self.passed_tests = 0
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -192,11 +194,12 @@ class CapabilityRecorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" and report.passed:
+            self.passed_tests += 1
             self.passed.update(Proof(*proof) for name, proof in report.user_properties if name == PROPERTY)
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if exitstatus == 0 and not hasattr(session.config, "workerinput"):
-            write_record(self.file, self.passed)
+            write_record(self.file, self.passed, run=self.run, passed_tests=self.passed_tests)
 
 
 def read_record(file: Path) -> dict[str, Any]:
@@ -208,22 +211,27 @@ def read_record(file: Path) -> dict[str, Any]:
     return record
 
 
-def write_record(file: Path, passed: Counter[Proof]) -> None:
-    """Write what was proved; of tests that did not run, an existing file keeps what it says."""
+def write_record(file: Path, passed: Counter[Proof], *, run: str | None = None, passed_tests: int = 0) -> None:
+    """Write what was proved by a whole run, or renew a part of what an existing file says."""
     import torch
     import transformers
 
-    ran = {proof.test for proof in passed}
-    kept = read_record(file)["proofs"] if file.exists() else Counter()
-    kept = Counter({proof: count for proof, count in kept.items() if proof.test not in ran})
-    rows: dict[tuple[str, ...], dict[str, int]] = defaultdict(dict)
-    for proof, count in sorted((kept + passed).items()):
-        rows[proof[:-1]][proof.policy] = count
-    facts = {
-        "date": datetime.date.today().isoformat(),
+    today = datetime.date.today().isoformat()
+    facts: dict[str, Any] = {
+        "date": today,
+        "run": run,
+        "tests": passed_tests,
         "torch": torch.__version__.partition("+")[0],
         "transformers": transformers.__version__,
     }
+    if run is None and file.exists():
+        record = read_record(file)
+        ran = {proof.test for proof in passed}
+        passed = passed + Counter({proof: count for proof, count in record["proofs"].items() if proof.test not in ran})
+        facts = {name: value for name, value in record.items() if name != "proofs"} | {"renewed": today}
+    rows: dict[tuple[str, ...], dict[str, int]] = defaultdict(dict)
+    for proof, count in sorted(passed.items()):
+        rows[proof[:-1]][proof.policy] = count
     lines = ",\n".join(json.dumps([*row, policies]) for row, policies in rows.items())
     head = json.dumps(facts)[1:-1]
     file.write_text(f'{{{head}, "proofs": [\n{lines}\n]}}\n', encoding="utf-8")

@@ -14,21 +14,23 @@ import hf_kvpolicy as kv
 UNPROVEN = "-"
 INTRO = """# What is proved
 
-<!-- Written by scripts/capabilities; do not edit. -->
+<!-- Written by scripts/test --full or scripts/capabilities; do not edit. -->
 
 Every number on this page counts what tests with `@pytest.mark.proves` have shown on tiny models with random weights.
-They last passed on {date}, with torch {torch} and transformers {transformers}. {unproven} means that no such test
-says anything: the combination may well work, but nothing here vouches for it, or the mode has no meaning for the
-policy, as `full` evicts nothing. The tests of a cell are named [below](#tests).
+They passed in `{run}` on {date} ({tests:,} tests), with torch {torch} and transformers {transformers}{renewed}.
+{unproven} means that no such test says anything: the combination may well work, but nothing here vouches for it, or the
+mode has no meaning for the policy, as `full` evicts nothing. The tests of a cell are named [below](#tests).
 
-What is refused, and by which test, is listed [at the end](#refused). `scripts/capabilities` makes this page anew.
+What is refused, and by which test, is listed [at the end](#refused). `scripts/test --full` renews this page.
 """
 
 
 def page(record: dict[str, Any]) -> str:
     """Return the page; every registered policy and every supported model type has its row."""
     proofs = list(record["proofs"])
-    parts = [INTRO.format(unproven=f"`{UNPROVEN}`", **{k: record[k] for k in ("date", "torch", "transformers")})]
+    facts = {name: value for name, value in record.items() if name not in ("proofs", "renewed")}
+    renewed = f"; some of them again on {record['renewed']}, after a change" if "renewed" in record else ""
+    parts = [INTRO.format(unproven=f"`{UNPROVEN}`", renewed=renewed, **facts)]
     parts += _by_policy(proofs) + _by_family(proofs) + _pairs(proofs) + _tests(proofs) + _refused(proofs)
     return "\n".join(parts)
 
