@@ -20,6 +20,7 @@ from . import cells
 from .engine import EngineBuilder
 from .execution import Execution
 from .extras import require
+from .feasible import check_lengths
 from .model_loading import load_for_command
 from .progress import Progress
 from .run_directory import RunDirectory
@@ -74,9 +75,10 @@ class RayWorker:
         self._claim = ExitStack()
 
     def load(self) -> None:
-        """Load the model. Raises ConfigError where this machine has none of that name."""
+        """Load the model. Raises ConfigError where this machine has none of that name, or it has too few positions."""
         model = self._config.model
         self._loaded = load_for_command(model.name, model.dtype, model.device)
+        check_lengths(self._config, self._loaded.model.config)
 
     def begin(self, follows: bool, allow_mixed: bool) -> list[str]:
         """Begin or continue the folder, and return what is to be warned of. Raises ConfigError where it is refused."""
