@@ -128,6 +128,6 @@ def check_path(name_or_path: str) -> None:
     is_path = name_or_path.startswith(("/", "./", "../", "~")) or name_or_path.count("/") > 1
     if is_path and not Path(name_or_path).is_dir():
         raise ConfigError(
-            f"The model {name_or_path!r} cannot be loaded: there is no such folder. Give --model a model's folder, or "
-            "the name of a hub model."
+            f"The model {name_or_path!r} cannot be loaded: there is no such folder. Give --model a model's folder "
+            "(scripts/fetch_model prints that of SmolLM2-135M-Instruct), or the name of a hub model."
         )

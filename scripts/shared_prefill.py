@@ -66,6 +66,9 @@ class Quiet:
     def scored(self, label: str, score: float) -> None:
         """A cell answered."""
 
+    def noted(self, note: str) -> None:
+        """Something is to be known of a task point."""
+
     def failed(self, label: str, reason: str) -> None:
         """A cell failed."""
         raise SystemExit(f"error: {label}: {reason}. Leave the policy out with --policies.")

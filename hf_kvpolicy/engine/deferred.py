@@ -59,7 +59,9 @@ def decide_appended(
     for layer in range(layers):
         transaction.enter_through(layer, Phase.ATTEND)
         table = snapshot.full_map(layer)
-        keys, values = published_rows(snapshot, layer)
+        # Queries were held where their layer computes.
+        held = () if segment is None else segment.queries_BQWD
+        keys, values = published_rows(snapshot, layer, held[layer].device if held else None)
         states = _states(runtime, snapshot, layer, keys, table, ends_prompt)
         candidates = Candidates(keys_BSND=keys, values_BSND=values, map=table, states_BSNX=states)
         decider.observe(layer, candidates, _observe(runtime, snapshot, segment, window, layer, candidates, dense))

@@ -15,9 +15,12 @@ if TYPE_CHECKING:
 __all__ = ["pristine_keys", "published_rows"]
 
 
-def published_rows(snapshot: Snapshot, layer: int) -> tuple[Tensor, Tensor]:
-    """Return keys (of pinned rows the unmoved ones) and values of a layer's slots in use, [B, S, W, D]."""
-    rows = snapshot.opened(layer, snapshot.width)
+def published_rows(snapshot: Snapshot, layer: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """Return keys (of pinned rows the unmoved ones) and values of a layer's slots in use, [B, S, W, D].
+
+    Rows of a pair, which lies with its deeper layer, are copies on the `device` given.
+    """
+    rows = snapshot.opened(layer, snapshot.width, device=device)
     keys, values = rows.view(snapshot.width)
     return pristine_keys(rows, keys), values
 
