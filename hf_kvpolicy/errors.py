@@ -73,7 +73,7 @@ class IntegrityError(KVPolicyError, RuntimeError):
     """Stored state contradicts itself; the cache must not be read further."""
 
 
-def did_you_mean(word: str, allowed: Iterable[str]) -> str:
-    """Return ' Did you mean ...?' for the closest allowed word, or '' if none is close."""
-    close = difflib.get_close_matches(word, list(allowed), n=1)
+def did_you_mean(word: object, allowed: Iterable[str]) -> str:
+    """Return ' Did you mean ...?' for the closest allowed word, or '' if none is close or what was given is no word."""
+    close = difflib.get_close_matches(word, list(allowed), n=1) if isinstance(word, str) else []
     return f" Did you mean {close[0]!r}?" if close else ""

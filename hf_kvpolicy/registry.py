@@ -159,9 +159,11 @@ def policy_class(name: str) -> type:
     """Return the cache class of a policy.
 
     Raises:
-        ConfigError: no policy has that name.
+        ConfigError: no policy has that name, or it is no word.
         CheckpointAdmissionError: the name is reserved for a method that no ordinary checkpoint can run.
     """
+    if not isinstance(name, str):
+        raise ConfigError(f"A policy is named by a word, one of {', '.join(available_policies())}; got {name!r}.")
     if name in RESERVED_POLICIES:
         raise CheckpointAdmissionError(
             f"{name!r} is no cache policy: what it stores ({RESERVED_POLICIES[name]}) is read only by "

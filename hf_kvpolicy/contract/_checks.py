@@ -23,7 +23,7 @@ def check_int(name: str, value: object, *, minimum: int = 0, error: type[KVPolic
 def check_choice(name: str, value: object, allowed: Sequence[str], *, error: type[KVPolicyError] = ConfigError) -> None:
     """Raise `error` unless `value` is one of the `allowed` words."""
     if not isinstance(value, str) or value not in allowed:
-        hint = did_you_mean(value, allowed) if isinstance(value, str) else ""
+        hint = did_you_mean(value, allowed)
         raise error(f"{name} must be one of {', '.join(allowed)}, but {value!r} was given.{hint}")
 
 

@@ -109,13 +109,18 @@ def describe_state(
         batch_rows: sequences held.
 
     Raises:
-        ConfigError: an unknown kind or dtype, or an axis that is missing, foreign or negative.
+        ConfigError: an unknown kind or dtype, no mapping, or an axis that is missing, foreign or negative.
     """
     check_choice("kind", kind, STATE_KINDS)
     scalar = str(dtype).removeprefix("torch.")
     check_choice("dtype", scalar, tuple(SCALAR_BYTES))
     check_int("batch_rows", batch_rows, minimum=1)
     found = _KINDS[kind]
+    if not isinstance(shape, Mapping):
+        raise ConfigError(
+            f"The size of {kind} is a mapping that names its axes ({', '.join(found.axes)}); got {shape!r}. Give for "
+            f"example {{{found.axes[0]!r}: 2, ...}}."
+        )
     for axis in shape:
         if axis not in found.axes:
             raise ConfigError(

@@ -6,7 +6,8 @@ With unit vectors u0, u1 of the lower and the deeper layer, Omega their angle an
     x' = e / |e| * |x|          for the x of either layer
 
 What is stored is e scaled to the longer of the two vectors and rounded to their dtype, and for each layer the factor
-|x| / |e as stored| in fp32: two equal vectors are restored bit for bit, and no angle is needed.
+|x| / |e as stored| in fp32: two equal vectors are restored bit for bit, and no angle is needed. Where that
+overflows the dtype, or a vector is not finite, the two count as opposite, which are never merged.
 
 Letters: B batch rows, H KV heads, T rows, D head dimension.
 """
@@ -46,7 +47,7 @@ class MergedRows:
     shared_BHTD: Tensor  # dtype of the rows
     # What a shared row is multiplied with to have the length of the lower and of the deeper layer's row, fp32.
     magnitudes_2BHT: Tensor
-    # Omega / pi, in [0, 1], fp32.
+    # Omega / pi, in [0, 1], fp32; 1 where there is nothing finite to store.
     distances_BHT: Tensor
 
 
@@ -94,6 +95,7 @@ def merge_rows(lower_BHTD: Tensor, deeper_BHTD: Tensor, interpolation: float) ->
     shared = (_unit(direction) * lengths.amax(0)[..., None]).to(lower_BHTD.dtype)
     stored = _length(shared.to(direction.dtype))
     magnitudes = torch.where(stored > 0, lengths / stored.clamp(min=torch.finfo(stored.dtype).tiny), 0.0)
+    distances = torch.where(stored.isfinite() & lengths.isfinite().all(0), distances, 1.0)
     return MergedRows(shared_BHTD=shared, magnitudes_2BHT=magnitudes.float(), distances_BHT=distances.float())
 
 

@@ -138,6 +138,28 @@ def test_what_cannot_be_compared_is_kept_as_it_was() -> None:
     assert apart.tolist() == [[[False, True]]]
 
 
+@pytest.mark.parametrize("retention", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize(
+    ("lower", "deeper"),
+    [
+        # Of one direction a single number would be as long as all four of the other.
+        ([65504.0] * 4, [1.0, 0.0, 0.0, 0.0]),
+        ([1.0, math.nan, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]),
+        ([1.0, 0.0, 0.0, 0.0], [-math.inf, 0.0, 0.0, 0.0]),
+    ],
+    ids=["overflow", "nan", "infinity"],
+)
+def test_what_is_not_finite_when_merged_is_kept_as_it_was_and_fixes_no_threshold(
+    lower: list[float], deeper: list[float], retention: float
+) -> None:
+    pair, live = [rows(1, 1, 20, 4, seed=seed, dtype=torch.float16) for seed in (5, 6)], torch.ones(1, 20).bool()
+    pair[0][0, 0, 3], pair[1][0, 0, 3] = torch.tensor(lower).half(), torch.tensor(deeper).half()
+    distances, made = merge_rows(pair[0], pair[1], 1.0).distances_BHT, rule(retention)
+    thresholds = made.prompt_thresholds(distances, live)
+    assert bool(made.exceptions(distances, thresholds, live)[0, 0, 3])
+    assert not thresholds.isnan().any()
+
+
 @pytest.mark.parametrize(
     ("start", "geometry", "expected"),
     [

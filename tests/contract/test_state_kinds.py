@@ -73,10 +73,13 @@ def test_only_kv_rows_are_read_by_an_ordinary_checkpoint() -> None:
         ("raw_kv", {"layers": 3}, "float16", "needs its axis 'kv_heads'"),
         ("raw_kv", {**KV, "rows": -1}, "float16", "rows must be at least 0"),
         ("raw_kv", KV, "int4", "dtype must be one of"),
+        ("raw_kv", None, "float16", "a mapping that names its axes"),
+        ("raw_kv", [32, 8, 512, 128], "float16", "a mapping that names its axes"),
+        ("raw_kv", {**KV, 1: 3}, "float16", "no axis 1"),
         ("segment_summaries", {"segment": 0, "summary_tokens": 1, "d_model": 1}, "float16", "at least 1"),
     ],
 )
-def test_a_size_that_says_too_little_is_refused(kind: str, shape: dict[str, int], dtype: str, message: str) -> None:
+def test_a_size_that_says_too_little_is_refused(kind: str, shape: Any, dtype: str, message: str) -> None:
     with pytest.raises(kv.ConfigError, match=message):
         kv.describe_state(kind, shape=shape, dtype=dtype)
 

@@ -164,6 +164,8 @@ def test_options_of_a_wrong_type(case: tuple[str, str, str]) -> None:
     [
         (lambda c: kv.make_cache("snapkvv", c, budget=8), "Did you mean 'snapkv'"),
         (lambda c: kv.make_cache("snapkv", c, budget=64, windw=8), "'windw'.*Did you mean 'window'"),
+        (lambda c: kv.make_cache(None, c), "named by a word, one of adakv.*got None"),
+        (lambda c: kv.make_cache(["snapkv"], c), "named by a word"),
         (lambda c: kv.load_policy({"policy": "snapkv", "budgett": 64}), "'budgett'.*Did you mean 'budget'"),
         (lambda c: kv.load_policy({"policy": "streaming-llm", "budget": 64}), "Did you mean 'streaming_llm'"),
         (lambda c: kv.load_policy({"budget": 64}), "policy: NAME"),
