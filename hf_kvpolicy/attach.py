@@ -28,10 +28,11 @@ from .fingerprint import config_digest
 from .frame import READER, Reader, active_cache, enter_forward, take_reader
 from .geometry import CacheGeometry, text_config
 from .graphs import outside_graphs
+from .layers import NOT_ATTACHED
 from .own_attention import bind, bound_backend, unbind
 from .probe import PROBE_TOKENS, probe_finding
 from .pruning import stop_pruning
-from .registry import ModelPatch, model_patch, remember_probed, supported_model_types
+from .registry import ModelPatch, methods_of, model_patch, remember_probed, supported_model_types
 from .unsupported import unsupported_because
 
 __all__ = ["attach", "attached_backend", "attention_carrier", "detach", "family_of", "model_and_config", "unwrap"]
@@ -139,26 +140,27 @@ def _proof(model: PreTrainedModel, kind: str) -> str:
 
 
 def detach(model: _Model) -> _Model:
-    """Restore the model's own attention implementation and remove every hook; returns the model. Idempotent."""
+    """Remove all that `attach` left, and name transformers' own implementation that was wrapped; returns the model.
+
+    Idempotent. What is ours says so itself, so neither another implementation chosen since nor a config that was
+    changed keeps any of it on the model.
+    """
     inner = unwrap(model)
-    if attached_backend(inner) is None:
-        return model
-    patch = model_patch(inner.config)
-    decoder = patch.decoder(inner)
-    named = attention_carrier(inner)
-    backend = backend_of(str(named.config._attn_implementation))
-    for module, hook in _places(inner, decoder):
-        for key in _hooks(module, hook):
-            del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
-    for key in [key for key, hook in decoder._forward_hooks.items() if hook is _after_forward]:
-        del decoder._forward_hooks[key]
-    for method in patch.methods(inner.config):
-        inner.__dict__.pop(method, None)
-    stop_pruning(decoder.modules())
-    unbind(decoder.modules())
+    for module in inner.modules():
+        for hook in (_before_call, _before_forward):
+            for key in _hooks(module, hook):
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+        for key in [key for key, hook in module._forward_hooks.items() if hook is _after_forward]:
+            del module._forward_hooks[key]
+    for method, function in methods_of(inner.config).items():
+        if getattr(vars(inner).get(method), "__func__", None) is function:
+            delattr(inner, method)
+    stop_pruning(inner.modules())
+    unbind(inner.modules())
+    backend = backend_of(str(text_config(inner.config)._attn_implementation))
     if backend is not None:
-        set_implementation(named, backend)
+        set_implementation(attention_carrier(inner), backend)
     return model
 
 
@@ -254,6 +256,8 @@ def _before_forward(
     if not isinstance(cache, PolicyCache):
         enter_forward(None)
         return None
+    if attached_backend(module) is None:  # another implementation was chosen since
+        raise ConfigError(NOT_ATTACHED)
     enter_forward(cache)
     cache.begin_forward(cast(PreTrainedModel, module), arguments, reader)
     return None

@@ -89,12 +89,14 @@ class PolicyCache(ForeignAccess, Cache):  # type: ignore[misc]
     def begin_forward(self, decoder: PreTrainedModel, arguments: Mapping[str, Any], reader: Reader | None) -> None:
         """Open a forward; called by the hook that `attach` installs."""
         bound = None if self._decoder is None else self._decoder()
-        if bound is None:
-            self._geometry.require(decoder.config)
-            self.composition.check_model(self._geometry, text_config(decoder.config))
+        if bound is None and (self._decoder is None or not self._runtime.columns):
+            text = text_config(decoder.config)
+            self._geometry.require(text)
+            self.require_rules(text)
+            self.composition.check_model(self._geometry, text)
             self._bind(decoder)
-        elif bound is not decoder:
-            raise ConfigError(ANOTHER_MODEL.format(type(bound).__name__))
+        elif bound is not decoder:  # or the model is gone, and its rows are here
+            raise ConfigError(ANOTHER_MODEL.format(type(decoder).__name__))
         self._runtime.begin(decoder, arguments, reader)
         if self._runtime.step is not None and self._runtime.step.prunes:
             prune_between(self._patch.decoder_layers(decoder))
@@ -370,7 +372,7 @@ class PolicyCache(ForeignAccess, Cache):  # type: ignore[misc]
     # -- internals ----------------------------------------------------------------------------------------------------
 
     def _bind(self, decoder: torch.nn.Module) -> None:
-        self._decoder = weakref.ref(decoder)
+        self._decoder, self._manifest = weakref.ref(decoder), None
         if self.composition.moves_keys and self._runtime.alibi is None:
             self._rotary = self._patch.rotary(decoder, self._geometry.model_layers)
         if self.composition.pruning is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
+from .compat import stock_layers
 from .engine import SUPERSEDED
 from .errors import ConfigError, StaleGenerationError
 from .frame import active_cache
@@ -17,6 +18,7 @@ from .graphs import outside_graphs
 if TYPE_CHECKING:
     from .cache import PolicyCache
     from .engine import Runtime
+    from .registry import ModelPatch
 
 __all__ = [
     "ANOTHER_MODEL",
@@ -239,7 +241,22 @@ class ForeignAccess:
 
     layers: list[Any]
     _geometry: CacheGeometry
+    _patch: ModelPatch
     _runtime: Runtime
+
+    def require_rules(self, config: Any) -> None:
+        """Refuse a model that biases, or slides, otherwise than the config this cache was made from.
+
+        Raises:
+            ConfigError: it does.
+        """
+        both = self._runtime.foreign, stock_layers(config, self._geometry.foreign_layers)
+        made, found = ([getattr(layer, "sliding_window", None) for layer in layers] for layers in both)
+        if made != found or self._patch.alibi(config) != self._runtime.alibi:
+            raise ConfigError(
+                "This cache was made from a config with other sliding windows, or another bias by distance (ALiBi), "
+                "than this model has. Make the cache from this model."
+            )
 
     @outside_graphs
     def foreign_layer(self, layer: int) -> Any:

@@ -32,6 +32,7 @@ __all__ = [
     "available_policies",
     "check_options",
     "example_training",
+    "methods_of",
     "model_patch",
     "needs_training",
     "policy_class",
@@ -285,6 +286,12 @@ def model_patch(config: Any) -> ModelPatch:
         )
     patch.check(config)
     return patch
+
+
+def methods_of(config: Any) -> Mapping[str, Callable[..., Any]]:
+    """Return the methods that attaching sets on a model, whatever became of its config since."""
+    patch = _PATCHES.get(str(config.model_type)) if supported_model_types() else None
+    return (patch or _FALLBACK[-1]("unproven")).methods(config)
 
 
 def _load(group: str) -> None:

@@ -97,6 +97,12 @@ class RotaryDecoderPatch(InterfacePatch):
             UnsupportedModelError: the angles depend on the length, or the module has no single set of frequencies.
         """
         module = self.rotary_module(decoder)
+        if module is None:
+            raise UnsupportedModelError(
+                f"positions='cache_local' moves rotated keys, but {type(decoder).__name__} has no module that rotates "
+                "them where this family has it. Make the cache from the model instead of a config, or use "
+                "positions='original'."
+            )
         kind = self.rope_type(module, decoder, layers)
         if kind in _LENGTH_DEPENDENT:
             raise UnsupportedModelError(

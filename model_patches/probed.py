@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from hf_kvpolicy.positions import RotarySpec
 from hf_kvpolicy.registry import register_fallback_patch
 
 from .base import InterfacePatch
+from .longrope import watched_methods
 
 __all__ = ["ProbedPatch"]
 
@@ -24,6 +26,10 @@ class ProbedPatch(InterfacePatch):
 
     def __init__(self, proof: str) -> None:
         self.proof = proof
+
+    def methods(self, config: Any) -> Mapping[str, Callable[..., Any]]:
+        """Return the watched method of a config with two sets of frequencies, where `generate` may drop the cache."""
+        return watched_methods() if hasattr(config, "original_max_position_embeddings") else {}
 
     def rotary(self, decoder: torch.nn.Module, layers: Sequence[int]) -> RotarySpec:
         """Refuse: how this family positions its keys was not checked.

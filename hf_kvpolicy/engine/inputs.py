@@ -58,17 +58,19 @@ def read_inputs(
     snapshot: Snapshot,
     reader: Reader | None,
     kinds: TokenKinds | None = None,
+    moves_keys: bool = False,
 ) -> ForwardInputs:
     """Validate a decoder call against what the cache holds.
 
     Args:
         kinds: which tokens the policy treats apart; None for policies that do not ask.
+        moves_keys: whether the policy turns keys to other positions.
 
     Raises:
         ConfigError: the call cannot be right (see each message for the remedy).
         BackendAdmissionError: the call is being exported.
     """
-    _refuse_modes(module, arguments)
+    _refuse_modes(module, arguments, moves_keys)
     embedded = arguments.get("input_ids")
     embedded = arguments.get("inputs_embeds") if embedded is None else embedded
     if embedded is None:
@@ -133,8 +135,13 @@ def _also_read(module: torch.nn.Module, arguments: Mapping[str, Any], reader: Re
     return "the logits of every position" if isinstance(keep, int) and keep == 0 else "more logits than the last"
 
 
-def _refuse_modes(module: torch.nn.Module, arguments: Mapping[str, Any]) -> None:
+def _refuse_modes(module: torch.nn.Module, arguments: Mapping[str, Any], moves_keys: bool) -> None:
     config: Any = module.config
+    if moves_keys and getattr(arguments.get("position_ids"), "ndim", 2) == 3:
+        raise ConfigError(
+            "positions='cache_local' moves rotated keys, but positions of this forward have several axes (M-RoPE), and "
+            "a shift along one sequence is none along them. Use positions='original'."
+        )
     if torch.compiler.is_compiling():
         raise BackendAdmissionError(
             "A model cannot be exported with a policy cache, which chooses rows by numbers on the host. Export it with "

@@ -84,7 +84,8 @@ class Runtime(Exclusive):
         """Open a forward: drop what a dead one left, validate, accept what waits, plan."""
         self.prefetch()
         with stored_tensors():
-            inputs = read_inputs(module, arguments, self._visible.newest, reader, self.composition.token_kinds)
+            kinds, moves = self.composition.token_kinds, self.composition.moves_keys
+            inputs = read_inputs(module, arguments, self._visible.newest, reader, kinds, moves_keys=moves)
             self.accept(0, by_crop=False)
             if inputs.length == 1 and self.snapshot.open_segment is not None:
                 self.finish_prefill()

@@ -237,6 +237,16 @@ def test_positions_with_axes_are_not_moved(family: str) -> None:
         kv.StreamingLLMCache(tiny_wrapper(family), budget=8, sinks=2)
 
 
+def test_a_decoder_that_moves_text_does_not_move_images() -> None:
+    """A cache made from the decoder, or its config, knows of no axes before it meets them."""
+    model = tiny_wrapper("qwen3_5_images")
+    ids, given = with_images("qwen3_5_images", [20])
+    for source in (model.config.text_config, model.get_decoder()):
+        cache = kv.StreamingLLMCache(source, budget=8, sinks=2)
+        with pytest.raises(kv.ConfigError, match=r"several axes.*positions='original'"), torch.no_grad():
+            kv.attach(model)(ids, **given, **{CACHE: cache})
+
+
 @pytest.mark.proves("any", policy="pyramidinfer", refused=True)
 @pytest.mark.parametrize("family", [*AXES, *MIXED])
 def test_tokens_are_not_dropped_between_layers(family: str) -> None:

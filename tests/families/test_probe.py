@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers import VOCAB, WINDOW_TOKENS, dynamic_cache, forward, generate, left_padded, neutral_cache, prompt
+from helpers import (
+    TINY_DECODER,
+    VOCAB,
+    WINDOW_TOKENS,
+    dynamic_cache,
+    forward,
+    generate,
+    left_padded,
+    neutral_cache,
+    prompt,
+)
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import hf_kvpolicy as kv
@@ -125,3 +135,27 @@ def test_the_check_can_be_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_config_alone_cannot_be_checked() -> None:
     with pytest.raises(kv.UnsupportedModelError, match="give the model instead of its config"):
         kv.SnapKVCache(unknown("starcoder2", hidden=40).config, budget=64)
+
+
+def test_a_config_that_is_changed_later_does_not_keep_a_model_attached() -> None:
+    model = kv.attach(unknown("granite", hidden=56))
+    model.config.pad_token_id = 5
+    kv.detach(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert not model._forward_pre_hooks
+
+
+def test_a_family_that_drops_its_cache_at_a_length_is_watched() -> None:
+    limit = 24
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope |= {"short_mscale": 1.0, "long_mscale": 1.0, "original_max_position_embeddings": limit, "factor": 4.0}
+    options = {**TINY_DECODER, "num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": rope}
+    config = transformers.PhimoeConfig(**options, original_max_position_embeddings=limit)
+    model = transformers.PhimoeForCausalLM(config).eval()
+    model.generation_config.eos_token_id = None
+    cache = kv.SnapKVCache(model, budget=8, window=3)
+    with pytest.raises(kv.ConfigError, match=r"original_max_position_embeddings.*without the policy"):
+        generate(model, prompt(limit - 4), cache, 10)
+    assert cache.get_seq_length() == limit
+    kv.detach(model)
+    assert "prepare_inputs_for_generation" not in vars(model)

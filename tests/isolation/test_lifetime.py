@@ -89,8 +89,16 @@ def test_a_cache_does_not_keep_its_model() -> None:
     model = tiny("llama")
     cache = kv.SnapKVCache(model, budget=6, window=3)
     forward(model, prompt(12, 7), cache)
+    old = cache.manifest.checkpoint_generation
     reference = weakref.ref(model)
     del model
     gc.collect()
     assert reference() is None
     assert cache.get_seq_length() == 12
+    other = kv.attach(tiny("llama", seed=1))
+    with pytest.raises(kv.ConfigError, match="belongs to another LlamaModel"):
+        forward(other, prompt(1), cache)
+    cache.reset()
+    forward(other, prompt(12), cache)
+    twin = kv.SnapKVCache(other, budget=6, window=3)
+    assert cache.manifest.checkpoint_generation == twin.manifest.checkpoint_generation != old

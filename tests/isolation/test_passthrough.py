@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from families._models import model_of
 from helpers import BACKENDS, CACHE, FAMILIES, dynamic_cache, forward, left_padded, prompt, tiny
 from torch import Tensor
 from transformers import StaticCache
 
 import hf_kvpolicy as kv
 
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 PLACES = [(family, backend) for family in FAMILIES for backend in BACKENDS]
 
 
@@ -132,4 +134,28 @@ def test_a_detached_model_refuses_a_used_cache() -> None:
     kv.detach(model)
     with pytest.raises(kv.ConfigError, match=r"attach\(model\)"):
         forward(model, prompt(1, 8), cache)
+    assert cache.get_seq_length() == 12
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3-partial", "qwen3_next"])
+def test_detach_after_another_implementation_was_chosen(family: str) -> None:
+    model = kv.attach(model_of(family))
+    model.set_attn_implementation("eager")
+    kv.detach(model)
+    hooks = [hook for part in model.modules() for kind in HOOKS for hook in getattr(part, kind).values()]
+    assert not any(str(getattr(hook, "__module__", "")).startswith("hf_kvpolicy") for hook in hooks)
+    assert "prepare_inputs_for_generation" not in vars(model)
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_cache_under_another_implementation_is_refused(layers: int) -> None:
+    """With one layer nothing comes behind the attention that did not know of the cache."""
+    model = tiny("llama", layers=layers)
+    cache = kv.SnapKVCache(model, budget=6, window=3)
+    model.set_attn_implementation("eager")
+    with pytest.raises(kv.ConfigError, match=r"attach\(model\)"):
+        forward(model, prompt(12), cache)
+    with torch.no_grad():
+        forward(kv.attach(model), prompt(12), cache)
     assert cache.get_seq_length() == 12

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from families._models import model_of
+from families._table import config_of
 from helpers import (
     CACHE,
     assert_same_content,
@@ -107,6 +109,23 @@ def test_another_shape(name: str) -> None:
             forward(model, prompt(9), cache)
     model = kv.attach(declared(tiny("llama"), name))
     assert torch.equal(generate(model, prompt(20), cache), generate(model, prompt(20), make(name, model)))
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("gemma3", lambda: config_of("gemma3", sliding_window=4)),
+        ("falcon_heads", lambda: model_of("falcon_alibi").config),
+        ("falcon_alibi", lambda: model_of("falcon_heads").config),
+    ],
+)
+def test_other_rules_at_the_same_shape(family: str, config: Callable[[], Any]) -> None:
+    """A cache made from a config knows what foreign layers hold, and biases, before it meets its model."""
+    model, cache = kv.attach(model_of(family)), kv.FullCache(config())
+    with pytest.raises(kv.ConfigError, match=r"other sliding windows.*Make the cache from this model"):
+        forward(model, prompt(20), cache)
+    with torch.no_grad():
+        forward(model, prompt(20), kv.FullCache(model.config))
 
 
 def _unsupported() -> list[tuple[str, Callable[[], Any], str]]:
