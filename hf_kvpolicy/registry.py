@@ -290,8 +290,9 @@ def model_patch(config: Any) -> ModelPatch:
 
 def methods_of(config: Any) -> Mapping[str, Callable[..., Any]]:
     """Return the methods that attaching sets on a model, whatever became of its config since."""
-    patch = _PATCHES.get(str(config.model_type)) if supported_model_types() else None
-    return (patch or _FALLBACK[-1]("unproven")).methods(config)
+    _load("hf_kvpolicy.model_patches")
+    patch = _PATCHES.get(str(config.model_type)) or _FALLBACK[-1]("unproven")
+    return patch.methods(config)
 
 
 def _load(group: str) -> None:
