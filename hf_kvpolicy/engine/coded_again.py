@@ -1,43 +1,35 @@
-"""Blocks of coded rows that are used again, where one row dies for each that comes.
+"""Blocks of coded rows where rows die: in decode one for each that comes, in a selection all that it drops.
 
-Every owner has the same number of blocks, and what lies in them is its own. Its residual's older rows go into a block
-none of whose rows lives; where it has none, but two blocks that are at most half live, the rows of both are coded once
-more, into one of them, and the other is free. Another block is added only where some owner has neither: all but one of
-its blocks are then more than half live, so there are never more than 2 rows of slots for a row of its budget, and two
-blocks.
+A row that dies in a block leaves a dead slot there, and the others keep their codes. Every owner has the same number of
+blocks, and what lies in them is its own. Where rows are coded into another block, one that no row lives in is left out,
+or two that are at most half live become one (`storage/coded_blocks.py`); if some owner has neither, there is a block
+more. All but one of its blocks are then more than half live, so there are never more than 2 rows of slots for a row of
+its budget, and two blocks. After a selection from coded rows there are no more blocks than before it, or than this.
 
-Letters: L maps (1 where all layers share one), B batch rows, M map heads, S stored heads, W slots, R slots of the
-residual, N blocks, G rows of a block, D head dimension.
+Letters: L maps (1 where all layers share one), B batch rows, M map heads, S stored heads, W slots, K slots of a
+selection, R slots of the residual, N blocks, G rows of a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..representation.quantized import QuantizedRows
-from ..storage import DenseRows, RowMap, gather_rows
-from ..storage.coded import CodedRows, relaid
+from ..selection import Kept
+from ..storage import DenseRows, RowMap, gather_rows, stored_tensors
+from ..storage.coded import CodedRows, relaid, with_blocks
+from ..storage.coded_blocks import BlockLayout, laid_blocks, layouts_of, most_blocks
 from ..storage.codes import CHANNEL_AXIS, ROW_AXIS, CodedTensor, in_blocks
 from .snapshot import Snapshot
 
-__all__ = ["renewed"]
+__all__ = ["kept_in_blocks", "packed_behind", "renewed", "without_dead_blocks"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Reuse:
-    """The room each owner of one map finds among its blocks."""
-
-    # The block that takes new rows, and whether there is one.
-    target_BM: Tensor
-    found_BM: Tensor
-    # Which owners merge two blocks into the first of them, and which of their 2 G slots it takes its rows from.
-    merges_BM: Tensor
-    pair_2BM: Tensor
-    source_BMG: Tensor
+_Part = TypeVar("_Part")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,10 +39,88 @@ class _Layout:
     # The slot that each slot takes its row from, and what then lies in it.
     source_BMW: Tensor
     map: RowMap
-    # The residual's slots, dead ones first, then by age; whether the first G of them are coded, and where.
+    # The residual's slots, dead ones first, then by age.
     order_BMR: Tensor
-    codes: bool
-    reuse: _Reuse | None
+
+
+def kept_in_blocks(kept: Kept, coded: DenseRows, width: int) -> Kept:
+    """Return the slots of a selection in which no row leaves its block.
+
+    Pinned rows come first, then all slots of blocks, and behind them what stays of all others: dead slots first, and as
+    many slots for every owner of every layer as may stay of them.
+
+    Args:
+        kept: what stays, ascending, pinned rows first.
+        coded: the store of the layer, or of one with the same blocks.
+        width: slots among which was chosen.
+    """
+    assert isinstance(coded, CodedRows), "only these have blocks"
+    first, behind = coded.pinned, coded.residual
+    index, live = kept.index_BMK[:, :, first:], kept.live_BMK[:, :, first:]
+    in_block = (index >= first) & (index < behind) & live
+    at = torch.where(in_block, index - first, behind - first)
+    stays = torch.zeros((*index.shape[:2], behind - first + 1), dtype=torch.bool, device=index.device)
+    stays.scatter_(2, at, True)
+    others = live & ~in_block
+    room = min(index.shape[2], width - (behind - first))
+    order = torch.argsort(others.int(), dim=2, stable=True)[:, :, index.shape[2] - room :]
+    blocks = torch.arange(first, behind, device=index.device).expand(*index.shape[:2], -1)
+    return Kept(
+        index_BMK=torch.cat([kept.index_BMK[:, :, :first], blocks, index.gather(2, order)], dim=2),
+        live_BMK=torch.cat([kept.live_BMK[:, :, :first], stays[:, :, :-1], others.gather(2, order)], dim=2),
+    )
+
+
+def packed_behind(coded: DenseRows, kept: Kept, pack: Callable[[Kept, int], DenseRows]) -> DenseRows:
+    """Return a layer's store of the slots that `kept_in_blocks` tells: its blocks as they are, all others packed.
+
+    Args:
+        pack: makes a store of slots, with a capacity.
+    """
+    assert isinstance(coded, CodedRows), "only these have blocks"
+    first, behind = coded.pinned, coded.residual
+    index, live = (
+        torch.cat([part[:, :, :first], part[:, :, behind:]], dim=2) for part in (kept.index_BMK, kept.live_BMK)
+    )
+    capacity = max(index.shape[2], first + 2 * coded.block_rows)
+    return with_blocks(
+        pack(Kept(index_BMK=index, live_BMK=live), capacity), (coded.key_blocks, coded.value_blocks), first
+    )
+
+
+def without_dead_blocks(
+    pinned: int, before: int, rows: Mapping[int, DenseRows], maps: Sequence[RowMap], states: Mapping[int, Tensor]
+) -> tuple[dict[int, DenseRows], tuple[RowMap, ...], dict[int, Tensor]]:
+    """Return stores, maps and carried states of all layers after a selection, without the blocks that it made needless.
+
+    Args:
+        before: coded slots of each owner before the selection.
+    """
+    behind = pinned + rows[0].coded_slots
+    layouts = None
+    if isinstance(rows[0], CodedRows) and before:
+        live = _live_in_blocks(maps, rows[0])
+        layouts = layouts_of(live, min(before // rows[0].block_rows, most_blocks(live)))
+    if layouts is None:
+        return dict(rows), tuple(maps), dict(states)
+    sources = [_source(layout, pinned, behind, part.width) for layout, part in zip(layouts, maps, strict=True)]
+    laid: dict[int, DenseRows] = {}
+    with stored_tensors():
+        for layer, own in rows.items():
+            blocks = _laid(own, _of(layouts, layer))
+            plain = DenseRows(
+                keys_BSCD=own.keys_BSCD, values_BSCD=own.values_BSCD, pinned_keys_BSPD=own.pinned_keys_BSPD
+            )
+            laid[layer] = plain if blocks is None else with_blocks(plain, blocks, pinned)
+    moved = {layer: _gathered(own, _of(sources, layer)[0]) for layer, own in states.items()}
+    return (
+        laid,
+        tuple(
+            part.gathered(*source, ordered=part.ordered and not bool(layout.joined_BMN.any()))
+            for part, source, layout in zip(maps, sources, layouts, strict=True)
+        ),
+        moved,
+    )
 
 
 def renewed(rule: QuantizedRows, pinned: int, snapshot: Snapshot) -> Snapshot:
@@ -58,125 +128,101 @@ def renewed(rule: QuantizedRows, pinned: int, snapshot: Snapshot) -> Snapshot:
     start, block_rows = pinned + snapshot.rows[0].coded_slots, rule.block_rows
     # Where no more rows live than stay as they are, dead slots make the room.
     codes = any(bool((part.live_BMW[:, :, start:].sum(-1) > block_rows).any()) for part in snapshot.maps)
-    reuse: Sequence[_Reuse | None] = [None] * len(snapshot.maps)
-    if codes and start > pinned:
-        found = [_room(in_blocks(part.live_BMW[:, :, pinned:start], block_rows)) for part in snapshot.maps]
-        if all(bool(each.found_BM.all()) for each in found):
-            reuse = found
+    first, found = snapshot.rows[0], None
+    if codes and isinstance(first, CodedRows):
+        found = layouts_of(_live_in_blocks(snapshot.maps, first), first.key_blocks.blocks - 1)
+    blocks: Sequence[BlockLayout | None] = [None] * len(snapshot.maps) if found is None else found
     layouts = [
-        _layout(part, pinned, start, block_rows, codes, each) for part, each in zip(snapshot.maps, reuse, strict=True)
+        _layout(part, pinned, start, 0 if codes else block_rows, each)
+        for part, each in zip(snapshot.maps, blocks, strict=True)
     ]
-    of_layer = [layouts[layer if len(layouts) > 1 else 0] for layer in range(len(snapshot.rows))]
-    stores = zip(snapshot.rows, of_layer, strict=True)
+    stores = []
+    for layer, rows in enumerate(snapshot.rows):
+        laid = _of(layouts, layer), _of(blocks, layer)
+        stores.append(_rows(rule, pinned, start, rows, *laid, codes=codes))
     scores = snapshot.scores_LBSWX
     if scores is not None:
-        parts = [
-            gather_rows(own, layout.source_BMW.to(own.device), own.shape[1])
-            for own, layout in zip(scores.unbind(), of_layer, strict=True)
-        ]
-        scores = torch.stack(parts)
+        own = enumerate(scores.unbind())
+        scores = torch.stack([_gathered(part, _of(layouts, layer).source_BMW) for layer, part in own])
     return replace(
         snapshot,
-        rows=tuple(_rows(rule, pinned, start, rows, layout) for rows, layout in stores),
+        rows=tuple(stores),
         maps=tuple(layout.map for layout in layouts),
         scores_LBSWX=scores,
         evicted_at_column=snapshot.frontier.columns if codes else snapshot.evicted_at_column,
     )
 
 
-def _room(live_BMNG: Tensor) -> _Reuse:
-    """Find a block without a live row for each owner, or two that are at most half live."""
-    block_rows = live_BMNG.shape[3]
-    counts = live_BMNG.sum(-1)
-    fewest = counts.topk(min(2, counts.shape[2]), dim=2, largest=False)
-    first, second = fewest.indices[..., 0], fewest.indices[..., -1]
-    is_free = fewest.values[..., 0] == 0
-    merges = ~is_free & (fewest.values[..., -1] <= block_rows // 2) & (first != second)
-    both = torch.cat([_block(live_BMNG, first), _block(live_BMNG, second)], dim=2)
-    source = torch.argsort((~both).int(), dim=2, stable=True)[:, :, :block_rows]
-    return _Reuse(
-        target_BM=torch.where(merges, second, first),
-        found_BM=is_free | merges,
-        merges_BM=merges,
-        pair_2BM=torch.stack([first, second]),
-        source_BMG=source,
+def _live_in_blocks(maps: Sequence[RowMap], rows: CodedRows) -> list[Tensor]:
+    return [in_blocks(part.live_BMW[:, :, rows.pinned : rows.residual], rows.block_rows) for part in maps]
+
+
+def _source(layout: BlockLayout, pinned: int, behind: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return the slot that each slot takes its row from where blocks are laid anew, and which may hold one."""
+    coded, device = layout.source_BMNG.flatten(2) + pinned, layout.source_BMNG.device
+    parts = [torch.arange(pinned, device=device), coded, torch.arange(behind, width, device=device)]
+    shape = coded.shape[:2]
+    live = [parts[0].new_ones(pinned), layout.live_BMNG.flatten(2), parts[2].new_ones(width - behind)]
+    return (
+        torch.cat([part.expand(*shape, -1) for part in parts], dim=2),
+        torch.cat([part.bool().expand(*shape, -1) for part in live], dim=2),
     )
 
 
-def _layout(part: RowMap, pinned: int, start: int, block_rows: int, codes: bool, reuse: _Reuse | None) -> _Layout:
+def _layout(part: RowMap, pinned: int, start: int, dropped: int, blocks: BlockLayout | None) -> _Layout:
+    """Lay the residual by age, without its first `dropped` slots, behind blocks that may be laid anew."""
     live, tokens = part.live_BMW[:, :, start:], part.tokens_BMW[:, :, start:]
     order = torch.argsort(torch.where(live, tokens, -1), dim=2, stable=True)
-    old = torch.arange(start, device=part.device).expand(*live.shape[:2], -1).clone()
-    if reuse is not None:
-        blocks = in_blocks(old[:, :, pinned:], block_rows)
-        first, second = reuse.pair_2BM
-        both = torch.cat([_block(blocks, first), _block(blocks, second)], dim=2)
-        merged = torch.where(reuse.merges_BM[..., None], both.gather(2, reuse.source_BMG), _block(blocks, first))
-        for at, slots in ((first, merged), (reuse.target_BM, start + order[:, :, :block_rows])):
-            blocks.scatter_(2, _index(at, slots), slots[:, :, None])
-    # Another block takes the first slots behind the others; elsewhere they are gone from the residual.
-    left = order if codes and reuse is None else order[:, :, block_rows:]
-    source = torch.cat([old, start + left], dim=2)
-    return _Layout(
-        source_BMW=source,
-        map=part.gathered(source, torch.ones_like(source, dtype=torch.bool), ordered=False),
-        order_BMR=order,
-        codes=codes,
-        reuse=reuse,
-    )
+    if blocks is None:
+        source = torch.arange(start, device=part.device).expand(*live.shape[:2], -1)
+        may_live = torch.ones_like(source, dtype=torch.bool)
+    else:
+        source, may_live = _source(blocks, pinned, start, start)
+    left = start + order[:, :, dropped:]
+    source = torch.cat([source, left], dim=2)
+    may_live = torch.cat([may_live, torch.ones_like(left, dtype=torch.bool)], dim=2)
+    return _Layout(source_BMW=source, map=part.gathered(source, may_live, ordered=False), order_BMR=order)
 
 
-def _rows(rule: QuantizedRows, pinned: int, start: int, rows: DenseRows, layout: _Layout) -> DenseRows:
-    """Return a layer's store laid anew; blocks that no owner changes keep their codes."""
+def _rows(
+    rule: QuantizedRows,
+    pinned: int,
+    start: int,
+    rows: DenseRows,
+    layout: _Layout,
+    anew: BlockLayout | None,
+    *,
+    codes: bool,
+) -> DenseRows:
+    """Return a layer's store laid anew; the first G slots of its residual are coded behind the blocks, or gone."""
     heads, block_rows = rows.keys_BSCD.shape[1], rule.block_rows
     order = layout.order_BMR.to(rows.device)
-    keys, values = (gather_rows(part, order, heads) for part in rows.held(start, order.shape[2]))
-    blocks = (rows.key_blocks, rows.value_blocks) if isinstance(rows, CodedRows) else None
-    if layout.codes:
-        live_BMW = layout.map.live_BMW.to(rows.device)
-        parts = [(keys, ROW_AXIS), (values, CHANNEL_AXIS)]
-        if layout.reuse is not None and blocks is not None:
-            live = in_blocks(live_BMW[:, :, pinned:start], block_rows)
-            live_new = _block(live, layout.reuse.target_BM.to(rows.device))
-            new = [_one_block(rule, part, live_new, axis) for part, axis in parts]
-            blocks = (
-                _replaced(blocks[0], new[0], layout.reuse, live),
-                _replaced(blocks[1], new[1], layout.reuse, live),
-            )
-        else:
-            live_new = live_BMW[:, :, start : start + block_rows]
-            new = [_one_block(rule, part, live_new, axis) for part, axis in parts]
-            blocks = (new[0], new[1]) if blocks is None else (blocks[0].then(new[0]), blocks[1].then(new[1]))
-    return relaid(rows, pinned, blocks, (keys[:, :, block_rows:], values[:, :, block_rows:]))
+    parts = [gather_rows(part, order, heads) for part in rows.held(start, order.shape[2])]
+    blocks = _laid(rows, anew)
+    if codes:
+        first = pinned + (blocks[0].blocks * block_rows if blocks is not None else 0)
+        live = layout.map.live_BMW.to(rows.device)[:, :, None, first : first + block_rows].expand(-1, heads, -1, -1)
+        keys, values = (
+            CodedTensor.encode(part[:, :, None, :block_rows], live, bits=rule.bits, axis=axis)
+            for part, axis in zip(parts, (ROW_AXIS, CHANNEL_AXIS), strict=True)
+        )
+        blocks = (keys, values) if blocks is None else (blocks[0].then(keys), blocks[1].then(values))
+    return relaid(rows, pinned, blocks, (parts[0][:, :, block_rows:], parts[1][:, :, block_rows:]))
 
 
-def _one_block(rule: QuantizedRows, rows_BSRD: Tensor, live_BMG: Tensor, axis: int) -> CodedTensor:
-    """Code the first rows of a residual."""
-    live = live_BMG.expand(-1, rows_BSRD.shape[1], -1)[:, :, None]
-    return CodedTensor.encode(rows_BSRD[:, :, None, : rule.block_rows], live, bits=rule.bits, axis=axis)
+def _laid(rows: DenseRows, layout: BlockLayout | None) -> tuple[CodedTensor, CodedTensor] | None:
+    """Return the blocks of a layer's keys and values, laid anew if a layout is given; None where there are none."""
+    if not isinstance(rows, CodedRows) or (layout is not None and not layout.blocks):
+        return None
+    if layout is None:
+        return rows.key_blocks, rows.value_blocks
+    return laid_blocks(rows.key_blocks, layout), laid_blocks(rows.value_blocks, layout)
 
 
-def _replaced(blocks: CodedTensor, new: CodedTensor, reuse: _Reuse, live_BMNG: Tensor) -> CodedTensor:
-    """Return the blocks with two merged where an owner merges them, and the new one where it goes."""
-    heads, device = blocks.codes_BSNGX.shape[1], blocks.codes_BSNGX.device
-    target, merges, first, second = (
-        index.to(device).expand(-1, heads) for index in (reuse.target_BM, reuse.merges_BM, *reuse.pair_2BM)
-    )
-    if bool(merges.any()):
-        both = torch.cat([blocks.block(first).decoded(), blocks.block(second).decoded()], dim=3)
-        source = reuse.source_BMG.to(device).expand(-1, heads, -1)
-        rows = both.gather(3, source[:, :, None, :, None].expand(-1, -1, 1, -1, blocks.dim))
-        live = _block(live_BMNG.expand(-1, heads, -1, -1), first)[:, :, None]
-        merged = CodedTensor.encode(rows, live, bits=blocks.bits, axis=blocks.axis)
-        blocks = blocks.replaced(first, merged, merges)
-    return blocks.replaced(target, new)
+def _of(parts: Sequence[_Part], layer: int) -> _Part:
+    """Return what a layer has for itself, or shares with all others."""
+    return parts[layer if len(parts) > 1 else 0]
 
 
-def _block(part_BMNG: Tensor, index_BM: Tensor) -> Tensor:
-    """Return one block per owner, [B, M, G]."""
-    index = index_BM[:, :, None, None].expand(-1, -1, 1, part_BMNG.shape[3])
-    return part_BMNG.gather(2, index)[:, :, 0]
-
-
-def _index(at_BM: Tensor, slots_BMG: Tensor) -> Tensor:
-    return at_BM[:, :, None, None].expand(-1, -1, 1, slots_BMG.shape[2])
+def _gathered(states_BSWX: Tensor, source_BMW: Tensor) -> Tensor:
+    return gather_rows(states_BSWX, source_BMW.to(states_BSWX.device), states_BSWX.shape[1])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +40,8 @@ class Candidates:
     map: RowMap
     # States the rows carry, [B, S, N, X]; None for evidence without any.
     states_BSNX: Tensor | None = None
+    # The store that the first of them lie in, if any do.
+    stored: DenseRows | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -107,8 +110,8 @@ class Decider:
         self.workspace_bytes = 0
         # Bytes of candidates held for layers to come, when the last layer came.
         self.held_bytes = 0
-        # Whether rows were coded in few bits.
-        self.codes_rows = False
+        # Coded slots of candidates, and whether others were coded.
+        self._coded_before, self.codes_rows = 0, False
         self._finite: list[Tensor] = []
 
     @property
@@ -148,6 +151,12 @@ class Decider:
             self._choose_together(shared=True)
         check_finite(self._finite)
         maps = (self._shared_map,) if self._shared_map is not None else tuple(self.maps[i] for i in range(num_layers))
+        if self._composition.quantizes and self.is_final:
+            from .coded_again import without_dead_blocks  # not imported where rows stay as they are
+
+            self.rows, maps, self.states = without_dead_blocks(
+                len(self._pinned), self._coded_before, self.rows, maps, self.states
+            )
         return {**stored_fields(self._merging, self.rows), "maps": maps}
 
     # -- score ------------------------------------------------------------------------------------------------------
@@ -263,38 +272,60 @@ class Decider:
         enter, policy = self._transaction.enter, self._composition
         for phase in (Phase.PROTECT, Phase.SELECT, Phase.VALIDATE, Phase.ADMIT, Phase.RESERVE):
             enter(layer, phase)
-        index = kept.index_BMK.to(candidates.keys_BSND.device)
+        coded = candidates.stored if candidates.stored is not None and candidates.stored.coded_slots else None
+        if coded is not None:
+            from .coded_again import kept_in_blocks  # not imported where rows stay as they are
+
+            kept = kept_in_blocks(kept, coded, candidates.map.width)
         if not shared or self._shared_map is None:
             # Pinned rows come first whatever their token, so the order is ascending only without them.
-            packed = candidates.map.gathered(kept.index_BMK, kept.live_BMK, ordered=not self._pinned)
+            ordered = not self._pinned and (coded is None or candidates.map.ordered)
+            packed = candidates.map.gathered(kept.index_BMK, kept.live_BMK, ordered=ordered)
             if shared:
                 self._shared_map = packed
             else:
                 self.maps[layer] = packed
-        shares_store = self._merging is not None and layer in self._merging
-        capacity = self._capacity(index.shape[2])
-        rows = pack_rows(
-            candidates.keys_BSND,
-            candidates.values_BSND,
-            index,
-            stored_heads=policy.stored_heads(self._geometry),
-            capacity=index.shape[2] if shares_store else capacity,
-            pinned=len(self._pinned) if self._moves_keys else 0,
-        )
         if policy.quantizes:
-            from .coded import code_layer  # not imported where rows stay as they are
-
-            live = (self.maps[layer] if self._shared_map is None else self._shared_map).live_BMW
-            rows = code_layer(policy, rows, index.shape[2], live)
-            self.codes_rows = self.codes_rows or rows.coded_slots > 0
-        if self._merging is not None and shares_store:
-            workspace_bytes = self._merging.pack(layer, rows, index, kept.live_BMK, capacity)
-            self.workspace_bytes = max(self.workspace_bytes, workspace_bytes)
+            live_BMK = (self.maps[layer] if self._shared_map is None else self._shared_map).live_BMW
+            self.rows[layer] = self._coded_rows(candidates, coded, kept, live_BMK)
         else:
-            self.rows[layer] = rows
+            self._pack_rows(layer, candidates, kept)
         if candidates.states_BSNX is not None:
             self._pack_states(layer, candidates, candidates.states_BSNX, kept.index_BMK)
         enter(layer, Phase.PACK)
+
+    def _pack_rows(self, layer: int, candidates: Candidates, kept: Kept) -> None:
+        capacity, kept_rows = self._capacity(kept.index_BMK.shape[2]), kept.index_BMK.shape[2]
+        shares_store = self._merging is not None and layer in self._merging
+        rows = self._packed(candidates, kept, kept_rows if shares_store else capacity)
+        if self._merging is None or not shares_store:
+            self.rows[layer] = rows
+            return
+        index = kept.index_BMK.to(candidates.keys_BSND.device)
+        workspace_bytes = self._merging.pack(layer, rows, index, kept.live_BMK, capacity)
+        self.workspace_bytes = max(self.workspace_bytes, workspace_bytes)
+
+    def _coded_rows(self, candidates: Candidates, coded: DenseRows | None, kept: Kept, live_BMK: Tensor) -> DenseRows:
+        from .coded import code_layer  # not imported where rows stay as they are
+        from .coded_again import packed_behind
+
+        if coded is None:
+            rows = self._packed(candidates, kept, self._capacity(kept.index_BMK.shape[2]))
+        else:
+            rows, self._coded_before = packed_behind(coded, kept, partial(self._packed, candidates)), coded.coded_slots
+        rows = code_layer(self._composition, rows, kept.index_BMK.shape[2], live_BMK)
+        self.codes_rows = self.codes_rows or rows.coded_slots > self._coded_before
+        return rows
+
+    def _packed(self, candidates: Candidates, kept: Kept, capacity: int) -> DenseRows:
+        return pack_rows(
+            candidates.keys_BSND,
+            candidates.values_BSND,
+            kept.index_BMK.to(candidates.keys_BSND.device),
+            stored_heads=self._composition.stored_heads(self._geometry),
+            capacity=capacity,
+            pinned=len(self._pinned) if self._moves_keys else 0,
+        )
 
     def _pack_states(self, layer: int, candidates: Candidates, states_BSNX: Tensor, index_BMK: Tensor) -> None:
         evidence = self._composition.evidence

@@ -63,7 +63,9 @@ def decide_appended(
         held = () if segment is None else segment.queries_BQWD
         keys, values = published_rows(snapshot, layer, held[layer].device if held else None)
         states = _states(runtime, snapshot, layer, keys, table, ends_prompt)
-        candidates = Candidates(keys_BSND=keys, values_BSND=values, map=table, states_BSNX=states)
+        candidates = Candidates(
+            keys_BSND=keys, values_BSND=values, map=table, states_BSNX=states, stored=snapshot.rows_of(layer)
+        )
         decider.observe(layer, candidates, _observe(runtime, snapshot, segment, window, layer, candidates, dense))
     chosen = decider.finish(layers)
     evicted = snapshot.frontier.columns if decider.is_final else snapshot.evicted_at_column

@@ -84,7 +84,9 @@ class SegmentStep(Step):
         if self.carry is not None:
             states = self.carry.states(layer, query_BQTD, step.keys.detach(), view, self.visibility(record))
             workspace_bytes = self.carry.workspace_bytes(query_BQTD, states)
-        candidates = Candidates(keys_BSND=keys, values_BSND=step.values.detach(), map=view, states_BSNX=states)
+        candidates = Candidates(
+            keys_BSND=keys, values_BSND=step.values.detach(), map=view, states_BSNX=states, stored=own
+        )
         window = self._window
         queries = None if window is None else held(None, query_BQTD, window)
         columns = self.query_columns() if window is None else window.columns_BW

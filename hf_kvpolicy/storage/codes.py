@@ -107,19 +107,10 @@ class CodedTensor:
         parts = zip(self.tensors(), other.tensors(), strict=True)
         return self.of([torch.cat(part, dim=2) for part in parts])
 
-    def block(self, index_BS: Tensor) -> CodedTensor:
-        """Return one block per owner, N = 1."""
-        return self.of([part.gather(2, _at(index_BS, part)) for part in self.tensors()])
-
-    def replaced(self, index_BS: Tensor, other: CodedTensor, where_BS: Tensor | None = None) -> CodedTensor:
-        """Return a copy with one block per owner replaced by the other's only block, of all owners or of some."""
-        parts = []
-        for part, new in zip(self.tensors(), other.tensors(), strict=True):
-            index = _at(index_BS, part)
-            if where_BS is not None:
-                new = torch.where(where_BS[:, :, None, None, None], new, part.gather(2, index))
-            parts.append(part.scatter(2, index, new))
-        return self.of(parts)
+    def chosen(self, block_BSN: Tensor) -> CodedTensor:
+        """Return some blocks of each owner, in this order."""
+        index = block_BSN[:, :, :, None, None]
+        return self.of([part.gather(2, index.expand(-1, -1, -1, *part.shape[3:])) for part in self.tensors()])
 
     def of(self, tensors: Sequence[Tensor]) -> CodedTensor:
         """Return blocks of these codes, scales and zeros."""
@@ -168,7 +159,3 @@ def _packed(codes_BSNGD: Tensor) -> Tensor:
 def _scaled(codes: Tensor, zeros: Tensor, scales: Tensor, out: Tensor) -> None:
     out.copy_(codes)
     torch.addcmul(zeros, out, scales, out=out)
-
-
-def _at(index_BS: Tensor, part_BSNxx: Tensor) -> Tensor:
-    return index_BS[:, :, None, None, None].expand(-1, -1, 1, *part_BSNxx.shape[3:])

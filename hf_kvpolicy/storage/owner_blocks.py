@@ -18,6 +18,7 @@ from itertools import accumulate, chain, pairwise
 import torch
 from torch import Tensor
 
+from .coded_blocks import joined_blocks
 from .codes import CodedTensor
 
 __all__ = ["OwnerBlocks"]
@@ -160,7 +161,7 @@ class OwnerBlocks:
         if has_room:
             named = torch.bincount(places // self.block_rows, minlength=self.keys.blocks).tolist()
             blocks_O = [[block for block in own if named[block]] for own in blocks_O]
-            bins_O = [_bins(own, named, self.block_rows) for own in blocks_O]
+            bins_O = [joined_blocks(own, named, self.block_rows) for own in blocks_O]
             joins = list(chain(*bins_O))
             if joins:
                 made, places = self._repacked(joins, live_C)
@@ -222,16 +223,3 @@ class OwnerBlocks:
 def _ranges(counts: Sequence[int], first: int) -> list[range]:
     """Return so many numbers for each owner, in order from the first one on."""
     return [range(begin, end) for begin, end in pairwise(accumulate(counts, initial=first))]
-
-
-def _bins(blocks: Sequence[int], named: Sequence[int], block_rows: int) -> list[list[int]]:
-    """Group blocks that are at most half full, the emptiest first, as long as one block holds a group's rows."""
-    groups: list[list[int]] = []
-    room = 0
-    for block in sorted((b for b in blocks if named[b] <= block_rows // 2), key=lambda b: (named[b], b)):
-        if named[block] > room:
-            groups.append([])
-            room = block_rows
-        groups[-1].append(block)
-        room -= named[block]
-    return [group for group in groups if len(group) > 1]

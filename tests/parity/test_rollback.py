@@ -202,8 +202,8 @@ def test_rejecting_everything_leaves_the_parent(case: tuple[str, dict[str, Any]]
 
 
 def test_the_next_forward_accepts_what_waits(case: tuple[str, dict[str, Any]]) -> None:
-    if "quantize" in case[1] and case[0] not in ("full", "snapkv"):
-        pytest.skip("accepting chooses from all rows, and quantizes them again where decoding leaves them")
+    if "quantize" in case[1] and case[0] == "streaming_llm":
+        pytest.skip("what waits is coded when it is accepted, in other blocks than while it is decoded")
     model = tiny("llama")
     taken, never = Batch(model, make(case, model)), Batch(model, make(case, model))
     for batch in (taken, never):
