@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,9 @@ from ...errors import ConfigError
 from .base import Example, ExampleRequest, Sizer
 
 __all__ = ["SizedTask", "largest_fitting", "with_distance"]
+
+# Draws before there are held to be no other examples.
+_MOST_DRAWS = 32
 
 
 def largest_fitting(tokens_of: Callable[[int], int], limit_tokens: int, low: int, high: int | None = None) -> int:
@@ -84,13 +87,17 @@ class SizedTask(ABC):
         """Refuse a request that the family cannot serve evenly."""
 
     def examples(self, request: ExampleRequest, sizer: Sizer) -> list[Example]:
-        """Build `num_examples` examples.
+        """Build `num_examples` examples, no two of them alike.
 
         Raises:
-            ConfigError: the length is too small.
+            ConfigError: the length is too small, or there are not so many.
         """
         self.check(request)
-        return [self._example(request, sizer, index) for index in range(request.num_examples)]
+        found: dict[str, Example] = {}
+        for index in range(request.num_examples):
+            example = self._other_example(found, request, sizer, index)
+            found[example.example_id] = example
+        return list(found.values())
 
     def minimum_length_tokens(self, request: ExampleRequest, sizer: Sizer) -> int:
         """Tokens of this request's longest prompt with the fewest units, plus the tokens to generate."""
@@ -101,13 +108,24 @@ class SizedTask(ABC):
         """Tokens that an example takes: prompt and tokens to generate."""
         return sizer.count_prompt(self.compose(draw, units, request)) + request.max_new_tokens
 
-    def _draw(self, request: ExampleRequest, sizer: Sizer, index: int) -> Any:
-        # Seeding with a string is stable across processes and Python versions, unlike hash().
-        rng = random.Random(f"{request.seed}/{self.name}/{request.length_tokens}/{index}")
-        return self.draw(rng, request, index, sizer)
+    def _other_example(self, others: Container[str], request: ExampleRequest, sizer: Sizer, index: int) -> Example:
+        """Build an example that is none of the others: by chance some are drawn twice."""
+        for again in range(_MOST_DRAWS):
+            example = self._example(request, sizer, index, again)
+            if example.example_id not in others:
+                return example
+        raise ConfigError(
+            f"Task {self.name!r} was asked for {request.num_examples} examples of {request.length_tokens} tokens, and "
+            f"{_MOST_DRAWS} draws brought none that differs from the first {index}. Ask for fewer, or give more data."
+        )
 
-    def _example(self, request: ExampleRequest, sizer: Sizer, index: int) -> Example:
-        draw = self._draw(request, sizer, index)
+    def _draw(self, request: ExampleRequest, sizer: Sizer, index: int, again: int = 0) -> Any:
+        # Seeding with a string is stable across processes and Python versions, unlike hash().
+        parts = [request.seed, self.name, request.length_tokens, index, *([again] if again else [])]
+        return self.draw(random.Random("/".join(map(str, parts))), request, index, sizer)
+
+    def _example(self, request: ExampleRequest, sizer: Sizer, index: int, again: int) -> Example:
+        draw = self._draw(request, sizer, index, again)
         fewest, most = self.unit_bounds(draw)
         if self.tokens(draw, fewest, request, sizer) > request.length_tokens:
             raise ConfigError(

@@ -81,7 +81,7 @@ def test_a_length_is_filled_up_to_one_unit_and_never_passed(name: str, make: Any
         request = request_of(task, length_tokens=length)
         for index in range(request.num_examples):
             draw = task._draw(request, SIZER, index)
-            example = task._example(request, SIZER, index)
+            example = task._example(request, SIZER, index, 0)
             continuation = SIZER.count(example.gold_text) if task.max_new_tokens == 0 else 0
             used = SIZER.count_prompt(example) + task.max_new_tokens + continuation
             assert used <= length
@@ -195,3 +195,19 @@ def test_units_of_unequal_length_end_at_a_boundary() -> None:
     for limit in range(0, 2000, 37):
         count = largest_fitting(lambda n: sum(sizes[:n]), limit, 0, len(sizes))
         assert sum(sizes[:count]) <= limit < sum(sizes[: count + 1])
+
+
+def test_no_two_examples_are_alike(tmp_path: Path) -> None:
+    """What is drawn twice by chance is drawn again; where there is nothing else, that is said."""
+    path = tmp_path / "short.txt"
+    # Only three sentences are long enough to be quoted.
+    lengths = [20, *[8] * 7] * 3
+    sentences = [" ".join(f"word{n}x{at}" for n in range(length)).capitalize() for at, length in enumerate(lengths)]
+    path.write_text(" ".join(f"{sentence}." for sentence in sentences))
+    task = make_task("quote", {"text": str(path)})
+    assert isinstance(task, SizedTask)
+    depth = {"depths": (0.5,), "length_tokens": 120}
+    found = task.examples(request_of(task, num_examples=3, **depth), SIZER)
+    assert len({example.example_id for example in found}) == 3
+    with pytest.raises(ConfigError, match="asked for 4 examples of 120 tokens, and 32 draws brought none"):
+        task.examples(request_of(task, num_examples=4, **depth), SIZER)
