@@ -88,12 +88,19 @@ class Carry:
         return sum(logits.numel() * logits.element_size() for logits in self._logits.values())
 
     def attend_one(
-        self, layer: int, query_BQ1D: Tensor, keys_BSND: Tensor, values_BSND: Tensor, mask_BMTN: Tensor | None
+        self,
+        layer: int,
+        query_BQ1D: Tensor,
+        keys_BSND: Tensor,
+        values_BSND: Tensor,
+        mask_BMTN: Tensor | None,
+        *,
+        dropout: float = 0.0,
     ) -> Tensor:
         """Attend with one decode query, holding its logits. [B, 1, Q, D]."""
         step = self._step
         output, logits, _ = attend_with_logits(
-            query_BQ1D, keys_BSND, values_BSND, mask_BMTN, step.scaling, step.weighting
+            query_BQ1D, keys_BSND, values_BSND, mask_BMTN, step.scaling, step.weighting, dropout=dropout
         )
         self._logits[layer] = logits.detach()
         self._sinks[layer] = sinks_of(step.weighting, keys_BSND.shape[1])

@@ -93,16 +93,20 @@ def attend_with_logits(
     mask_BMTN: Tensor | None,
     scaling: float,
     weighting: Weighting = PLAIN,
+    *,
+    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attend with one decode query; return (output [B, 1, Q, D], logits and attention [B, S, G, 1, N] in fp32).
 
-    The output has the model's precision: in fp64 the softmax is taken in fp64, in half precision in fp32.
+    The output has the model's precision: in fp64 the softmax is taken in fp64, in half precision in fp32. Dropout is of
+    its weights alone.
     """
     wide = torch.promote_types(query_BQ1D.dtype, torch.float32)
     logits = grouped_logits(query_BQ1D, keys_BSND, mask_BMTN, scaling, dtype=wide, weighting=weighting)
     attention = weighting.weights(logits)
     batch, stored, size, _, rows = logits.shape
-    weights = attention.view(batch * stored, size, rows).to(values_BSND.dtype)
+    weights = torch.nn.functional.dropout(attention, dropout) if dropout else attention
+    weights = weights.view(batch * stored, size, rows).to(values_BSND.dtype)
     output = torch.bmm(weights, values_BSND.flatten(0, 1)).view(batch, 1, stored * size, -1)
     return output, logits.float(), attention.float()
 

@@ -351,7 +351,8 @@ class Step(ABC):
         """Attend over published and new rows. [B, T, Q, D]."""
         visibility = self.visibility(record)
         if self.carry is not None and self.inputs.length == 1:
-            return self.carry.attend_one(step.layer, query, step.keys, step.values, self._mask(step, visibility))
+            mask, dropout = self._mask(step, visibility), kwargs.get("dropout", 0.0)
+            return self.carry.attend_one(step.layer, query, step.keys, step.values, mask, dropout=dropout)
         return self.attend_rows(backend, module, query, step, visibility, kwargs)
 
     def attend_rows(

@@ -25,6 +25,8 @@ def attend_one(
     masks: Sequence[Tensor | None] | None,
     scaling: float,
     weighting: Weighting = PLAIN,
+    *,
+    dropout: float = 0.0,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the output [B, 1, Q, D], and attention in fp32 in parts [R, G, n] that follow owners.
 
@@ -33,6 +35,7 @@ def attend_one(
     Args:
         masks: per owner, in slot order, a bool [1, n] or a bias [G, 1, n] in fp32 (-inf where hidden), or None where
             the query sees every row. A query that sees nothing gets zeros.
+        dropout: of the output's weights, as in training; what is kept as evidence has none.
     """
     batch, heads, _, dim = query_BQ1D.shape
     owners = len(view.starts)
@@ -45,7 +48,7 @@ def attend_one(
     for run in runs:
         queries_RGD = queries_OGD[run[0] : run[-1] + 1] if in_order else queries_OGD[run]
         mask = None if masks is None else masks[run[0]]
-        output, attention = _attend_run(queries_RGD, view, run, mask, weighting)
+        output, attention = _attend_run(queries_RGD, view, run, mask, weighting, dropout)
         outputs.append(output)
         parts.append(attention)
     if not in_order:
@@ -58,7 +61,12 @@ def attend_one(
 
 
 def _attend_run(
-    queries_RGD: Tensor, view: RaggedView, run: Sequence[int], mask: Tensor | None, weighting: Weighting
+    queries_RGD: Tensor,
+    view: RaggedView,
+    run: Sequence[int],
+    mask: Tensor | None,
+    weighting: Weighting,
+    dropout: float,
 ) -> tuple[Tensor, Tensor]:
     """Return output [R, G, D] and attention [R, G, n] of scaled queries over the rows of owners of one length."""
     keys_RnD, values_RnD = view.together(run)
@@ -71,7 +79,8 @@ def _attend_run(
         mask_logits_(logits_RGn.view(1, owners, group, 1, -1), shown)
     logits_1Q1n = logits_RGn.view(1, owners * group, 1, -1)
     attention_RGn = weighting.of_owners(run, view.heads).weights(logits_1Q1n).view(owners, group, -1)
-    output_RGD = torch.bmm(attention_RGn.to(values_RnD.dtype), values_RnD)
+    weights_RGn = torch.nn.functional.dropout(attention_RGn, dropout) if dropout else attention_RGn
+    output_RGD = torch.bmm(weights_RGn.to(values_RnD.dtype), values_RnD)
     if shown is not None:
         output_RGD = output_RGD.masked_fill(~shows(shown).any(), 0.0)
     return output_RGD, attention_RGn.float()

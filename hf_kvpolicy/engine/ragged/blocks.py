@@ -82,7 +82,8 @@ class BlockDecodeStep(SharedSets, RaggedAppendStep):
         view = self.buffers[step.layer].view(base, self.tail_after.width)
         visibility = self._masks(record)
         masks = visibility.biased(base, visibility.masks(base))
-        output, parts = attend_one(query, view, masks, self.scaling, self.weighting)
+        dropout = kwargs.get("dropout", 0.0)
+        output, parts = attend_one(query, view, masks, self.scaling, self.weighting, dropout=dropout)
         self._received[step.layer] = self._of_undecided(step.layer, [part.detach() for part in parts])
         # Keys in fp32 are a copy unless they are that already.
         copied = 0 if query.dtype == torch.float32 else sum(view.lengths) * query.shape[3]

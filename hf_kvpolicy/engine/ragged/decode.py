@@ -75,7 +75,8 @@ class RaggedDecodeStep(RaggedForward):
         view, shown = self.buffers[step.layer].view(base, 1), self._shown(base, record)
         masks: list[Tensor | None] | None = None if shown is None else [mask[None] for mask in shown]
         masks = self._masks(record).biased(base, masks)
-        output, parts = attend_one(query, view, masks, self.scaling, self.weighting)
+        dropout = kwargs.get("dropout", 0.0)
+        output, parts = attend_one(query, view, masks, self.scaling, self.weighting, dropout=dropout)
         how = "sum" if self._means else self.runtime.composition.group
         self._received[step.layer] = [reduce_group(part.detach()[None], how).flatten() for part in parts]
         self._seen[step.layer] = None if shown is None else torch.cat(shown)

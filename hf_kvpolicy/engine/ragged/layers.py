@@ -128,10 +128,12 @@ class RaggedForward(Step):
         view = self.buffers[step.layer].view(base, self.tail_after.width)
         visibility = self._masks(record)
         masks = visibility.masks(base)
+        dropout = kwargs.get("dropout", 0.0)
         if self.inputs.length == 1 and self.runtime.composition.carries_scores:
             # The arithmetic of a decode step, so that a token that waits for acceptance is the one that decodes.
-            return attend_one(query, view, visibility.biased(base, masks), self.scaling, self.weighting)[0]
-        options = {"scaling": self.scaling, "dropout": kwargs.get("dropout", 0.0), "weighting": self.weighting}
+            shown = visibility.biased(base, masks)
+            return attend_one(query, view, shown, self.scaling, self.weighting, dropout=dropout)[0]
+        options = {"scaling": self.scaling, "dropout": dropout, "weighting": self.weighting}
         width = query.shape[2]
         if self.alibi is not None:
             width = max(1, MASK_BLOCK_ELEMENTS // (query.shape[0] * query.shape[1] * max(view.lengths)))
