@@ -386,7 +386,7 @@ def test_wrong_options(name: str) -> None:
     for wrong, match in (
         ({"quantize": "int2"}, r"quantize='int2' is unknown; allowed are .* Did you mean"),
         ({"quantize": "int8", "block_rows": 0}, "block_rows is a number of rows from 1 on; got 0"),
-        ({"block_rows": -4}, "Give 32 or 64"),
+        ({"quantize": "int8", "block_rows": -4}, "Give 32 or 64"),
     ):
         with pytest.raises(kv.ConfigError, match=match):
             kv.make_cache(name, config, **options | wrong)
