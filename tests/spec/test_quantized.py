@@ -394,6 +394,37 @@ def test_wrong_options(name: str) -> None:
         kv.SnapKVCache(config, budget="1MiB", quantize="int8")
 
 
+# -- rows that are not finite -----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["full", "snapkv", "adakv"])
+def test_one_bad_token_spoils_one_row(name: str, bits: str, tmp_path: Path) -> None:
+    """A token whose embedding is not finite has the first layer's only bad row, as in a cache that codes nothing."""
+    model, bad = tiny("llama"), 5
+    model.get_input_embeddings().weight[bad] = torch.inf
+    ids = prompt(40).masked_fill(prompt(40) == bad, 6)
+    ids[0, 30] = bad
+    caches = quantized(name, model, bits), kv.make_cache(name, model, **OPTIONS[name])
+    for cache in caches:
+        forward(model, ids[:, :28], cache)
+        for column in range(28, 40):
+            forward(model, ids[:, column : column + 1], cache)
+    caches[0].check_integrity()
+    caches[0].save_pretrained(tmp_path / "saved")
+    for cache in (caches[0], kv.load_cache(tmp_path / "saved", model)):
+        read, plain = content(cache), content(caches[1])
+        for key in (key for key in plain if key.startswith(("keys 0", "values 0"))):
+            tokens = plain["tokens" + key[key.index(" ") :]]
+            is_bad = torch.tensor([token == 30 for token in tokens])
+            assert torch.equal(~plain[key].isfinite().all(-1), is_bad)
+            assert torch.equal(~read[key].isfinite().all(-1), is_bad)
+            spread = plain[key][~is_bad].amax() - plain[key][~is_bad].amin()
+            error = (plain[key] - read[key])[~is_bad].abs().max()
+            assert error <= spread / (2 ** (8 if bits == "int8" else 4) - 2) / 2 + 1e-5
+
+
 # -- what it costs ----------------------------------------------------------------------------------------------------
 
 
