@@ -267,6 +267,41 @@ def test_fastgen_decodes_long_without_a_leak(limit: int | None) -> None:
             assert ledger.payload_bytes + ledger.slack_bytes <= most
 
 
+@pytest.mark.parametrize("name", ["h2o", "keyformer", "scissorhands", "fastgen"])
+def test_bytes_stay_bounded_while_drafts_are_accepted(name: str) -> None:
+    """300 tokens of an answer, drafted five at a time and some of them rejected, a token without a draft at times."""
+    model, budget, draft = tiny("llama"), 24, 5
+    cache = quantized(name, model)
+    owners, accepted = 2, 0
+    coded_bytes, block_bytes, plain_bytes = 2 * 8 + 2 * 4, 2 * 8 * 4, 2 * 8 * 4
+    blocks = most_blocks(budget) + 1
+    most = blocks * (BLOCK * coded_bytes + block_bytes) + growth_slots(3 * BLOCK) * plain_bytes + 4 * budget
+    with torch.no_grad():
+        forward(model, prompt(40), cache)
+        for cycle in range(100):
+            cache.activate_past_recording()
+            forward(model, prompt(draft, cycle), cache)
+            ledger, rejected = cache.ledger(), 7 * cycle % draft
+            assert ledger.declared_bytes == ledger.measured_bytes
+            frontier = cache._runtime.waiting.snapshot.frontier
+            per_column = sum(part is not None for part in (frontier.seen_BF, frontier.kinds_BF))
+            # Rows as they are with numbers and states, and the queries of the draft.
+            held = 2 * owners * growth_slots(budget + draft) * (plain_bytes + 9 + 12) + 2 * draft * 4 * 8 * 4
+            assert ledger.waiting_bytes - per_column * frontier.columns <= held
+            cache.crop(-rejected)
+            accepted += draft - rejected
+            if cycle % 3 == 0:
+                cache.set_recording(False)
+                forward(model, prompt(1, cycle), cache)
+                accepted += 1
+            ledger = cache.ledger()
+            assert ledger.declared_bytes == ledger.measured_bytes
+            assert ledger.payload_bytes + ledger.slack_bytes <= 2 * owners * most
+            cache.check_integrity()
+    assert accepted >= 300
+    assert int(cache.stored_rows(0).max()) <= budget
+
+
 def test_a_budget_within_the_residual_is_never_quantized() -> None:
     model = tiny("llama")
     cache, plain = (kv.H2OCache(model, budget=8, **o) for o in ({"quantize": "int4"}, {}))
