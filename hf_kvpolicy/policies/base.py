@@ -61,9 +61,11 @@ def compose(
     shared = {**common, "protect": token_positions(common["protect"], policy)}
     options = {**shared, **(own or {})}
     given = shared.pop("budget")
-    quantize, merge_layers = shared.pop("quantize", None), shared.pop("merge_layers", None)
-    options["block_rows"] = block_rows_of(policy, quantize, shared.pop("block_rows", None))
-    representation = row_representation(policy, quantize, options["block_rows"])
+    quantize, block_rows, merge_layers = (shared.pop(name, None) for name in ("quantize", "block_rows", "merge_layers"))
+    representation = row_representation(policy, quantize, block_rows)
+    # What is recorded has one spelling for all that mean the same.
+    if quantize is not None:
+        options["block_rows"] = block_rows_of(policy, quantize, block_rows)
     if merge_layers is not None:
         refuse_quantized(policy, quantize)
         assert model is not None, "a policy that takes merge_layers hands its model on"
@@ -89,12 +91,13 @@ def block_rows_of(policy: str, quantize: str | None, block_rows: int | None) -> 
 
 
 def row_representation(policy: str, quantize: str | None, block_rows: int | None) -> RowRepresentation:
-    """Return what a stored row is: original, or with older rows in few bits, in blocks as `block_rows_of` says.
+    """Return what a stored row is: original, or with older rows in few bits.
 
     Raises:
-        ConfigError: no such precision.
+        ConfigError: no such precision, or as `block_rows_of`.
     """
-    if quantize is None or block_rows is None:
+    rows = block_rows_of(policy, quantize, block_rows)
+    if quantize is None or rows is None:
         return ORIGINAL_ROWS
     # Not imported where rows stay as they are.
     from ..representation.quantized import PRECISIONS, QuantizedRows
@@ -103,6 +106,4 @@ def row_representation(policy: str, quantize: str | None, block_rows: int | None
         hint = did_you_mean(str(quantize), list(PRECISIONS))
         raise ConfigError(f"{policy}: quantize={quantize!r} is unknown; allowed are {(None, *PRECISIONS)}.{hint}")
     name = f"quantized_rows_{quantize}"
-    return QuantizedRows(
-        name=name, replaces_rows=False, quantizes=True, bits=PRECISIONS[quantize], block_rows=block_rows
-    )
+    return QuantizedRows(name=name, replaces_rows=False, quantizes=True, bits=PRECISIONS[quantize], block_rows=rows)

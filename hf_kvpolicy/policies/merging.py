@@ -44,7 +44,7 @@ def merged_rows(policy: str, merge_layers: MergeLayers, model_or_config: ModelOr
 
 
 def merged_options(rule: DepthPairs) -> dict[str, Any]:
-    """Return the options under which layers are merged so: one spelling for all that mean the same."""
+    """Return the options under which layers are merged so, the same for all spellings of them."""
     return {"start_layer": rule.pairs[0][0], "interpolation": rule.interpolation, "retention": rule.retention}
 
 

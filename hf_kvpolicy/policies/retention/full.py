@@ -36,14 +36,13 @@ class FullCache(PolicyCache):
         Raises:
             ConfigError: an option is outside its range.
         """
-        block_rows = block_rows_of("full", quantize, block_rows)
         composition = Composition(
             policy="full",
             schedule="never",
             evidence=Recency(),
             unit="token",
             representation=row_representation("full", quantize, block_rows),
-            options={"quantize": quantize, "block_rows": block_rows},
+            options={"quantize": quantize, "block_rows": block_rows_of("full", quantize, block_rows)},
         )
         super().__init__(model_or_config, composition)
 
