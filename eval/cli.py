@@ -154,7 +154,7 @@ def _check(config: SweepConfig) -> None:
 
     list(task_points(config))
     asked = [policy for policy in config.policies if policy.name != NO_CONTEXT]
-    check_policies((policy.name, [*policy.options, *policy.grid]) for policy in asked)
+    check_policies((policy.name, {**policy.options, **policy.grid}) for policy in asked)
     check_takes_budget(name for policy in asked for name in policy.matched)
     model_config = local_config(config.model.name)
     if model_config is not None:

@@ -10,6 +10,7 @@ from ..allocation.budget import parse_budget
 from ..config import make_cache, policy_options, with_tokenizer
 from ..errors import ConfigError, did_you_mean
 from ..geometry import CacheGeometry
+from ..policies.options import refuse_unused
 from ..registry import available_policies
 from .cells import Cell
 from .sweep import REFERENCES
@@ -47,11 +48,11 @@ class EngineBuilder:
         return make_cache(policy, self._model, cell.budget, **with_tokenizer(policy, cell.options, self._tokenizer))
 
 
-def check_policies(options_by_policy: Iterable[tuple[str, Iterable[str]]]) -> None:
-    """Refuse unknown policy names and option names before a model is loaded.
+def check_policies(options_by_policy: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+    """Refuse unknown policy names, unknown options and those that say nothing, before a model is loaded.
 
     Raises:
-        ConfigError: with the closest known name.
+        ConfigError: with the closest known name, or with what an option needs beside it.
     """
     known = available_policies()
     for policy, options in options_by_policy:
@@ -66,6 +67,7 @@ def check_policies(options_by_policy: Iterable[tuple[str, Iterable[str]]]) -> No
                     f"Policy {policy!r} has no option {option!r}; it takes {', '.join(allowed)}."
                     f"{did_you_mean(option, allowed)}"
                 )
+        refuse_unused(policy, options, allowed)
 
 
 def check_takes_budget(names: Iterable[str]) -> None:
@@ -75,7 +77,7 @@ def check_takes_budget(names: Iterable[str]) -> None:
         ConfigError: there is no such policy, or it takes no budget.
     """
     for policy in names:
-        check_policies([(policy, ())])
+        check_policies([(policy, {})])
         if "budget" not in policy_options(policy):
             raise ConfigError(f"Policy {policy!r} takes no budget, so it cannot be matched. Name another one.")
 

@@ -11,6 +11,7 @@ from typing import Any
 from .cache import PolicyCache
 from .errors import ConfigError, did_you_mean
 from .policies.base import BudgetLike, ModelOrConfig
+from .policies.options import refuse_unused
 from .registry import available_policies, policy_class
 
 __all__ = ["PolicySpec", "load_policy", "make_cache", "policy_options", "with_tokenizer"]
@@ -81,6 +82,7 @@ def _spec(name: str, options: dict[str, Any]) -> PolicySpec:
     missing = [key for key in allowed if parameters[key].default is inspect.Parameter.empty and key not in options]
     if missing:
         raise ConfigError(f"The policy {name!r} needs {', '.join(missing)}; give for example budget=1024.")
+    refuse_unused(name, options, allowed)
     return PolicySpec(name=name, options=options)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import SelectionError
 from .carried import CarriedEvidence, QueryBlock, reduce_group
 
 __all__ = ["LowScoreHistory"]
@@ -48,8 +49,17 @@ class LowScoreHistory(CarriedEvidence):
         return self.history
 
     def observe_(self, state_BSNX: Tensor, block: QueryBlock, group: str) -> None:
-        """Write this block's bits over those of the queries `history` tokens earlier."""
+        """Write this block's bits over those of the queries `history` tokens earlier.
+
+        Raises:
+            SelectionError: a query's attention is not finite. No bit could say so to a later selection.
+        """
         attention = reduce_group(block.attention_BSGTN, group)
+        if not bool(attention.sum().isfinite()):
+            raise SelectionError(
+                "Attention is not finite: a query produced NaN or infinity, so that no row is below its share. Check "
+                "the model's dtype (fp16 overflow) and inputs; the cache still holds the state before this forward."
+            )
         seen = block.seen_BSTN
         low_BSTN = (attention < self._threshold(attention, seen)) & seen
         place_BT = block.query_tokens_BT % self.history

@@ -103,7 +103,17 @@ def _taken(
     found = []
     for kind, dim, axis in (("key_blocks", dims[0], ROW_AXIS), ("value_blocks", dims[1], CHANNEL_AXIS)):
         codes, scales, zeros = (take(f"{name}.{kind}.{part}", device) for part in _PARTS)
-        found.append(CodedTensor(codes_BSNGX=codes, scales=scales, zeros=zeros, bits=bits, dim=dim, axis=axis))
+        found.append(
+            CodedTensor(
+                codes_BSNGX=codes,
+                scales=scales,
+                zeros=zeros,
+                bits=bits,
+                dim=dim,
+                axis=axis,
+                has_voids=bool((scales < 0).any()),
+            )
+        )
     keys, values = found
     if bits not in CODE_BITS or not all(_is_sound(blocks, dtype) for blocks in found):
         _refuse(name)

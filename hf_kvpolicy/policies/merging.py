@@ -14,7 +14,7 @@ from .options import check_ratio
 if TYPE_CHECKING:
     from .base import ModelOrConfig
 
-__all__ = ["MergeLayers", "merged_pairs", "merged_rows"]
+__all__ = ["MergeLayers", "merged_options", "merged_pairs", "merged_rows"]
 
 MergeLayers: TypeAlias = str | Mapping[str, Any] | None
 
@@ -41,6 +41,11 @@ def merged_rows(policy: str, merge_layers: MergeLayers, model_or_config: ModelOr
             hint = did_you_mean(key, list(_DEFAULTS))
             raise ConfigError(f"{policy}: merge_layers has no option {key!r}; it has {', '.join(_DEFAULTS)}.{hint}")
     return merged_pairs(policy, model_or_config, **{**_DEFAULTS, **given})
+
+
+def merged_options(rule: DepthPairs) -> dict[str, Any]:
+    """Return the options under which layers are merged so, the same for all spellings of them."""
+    return {"start_layer": rule.pairs[0][0], "interpolation": rule.interpolation, "retention": rule.retention}
 
 
 def merged_pairs(

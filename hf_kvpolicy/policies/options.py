@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ..errors import ConfigError, ManifestError
 
-__all__ = ["bounded_only", "check_ratio", "refuse_quantized", "token_positions"]
+__all__ = ["bounded_only", "check_ratio", "refuse_quantized", "refuse_unused", "token_positions"]
+
+# Options that say something only beside another one, and what they say.
+_BESIDE = {"block_rows": ("quantize", "how many rows are quantized together, but no row is")}
 
 
 def refuse_quantized(policy: str, quantize: str | None) -> None:
@@ -22,6 +25,23 @@ def refuse_quantized(policy: str, quantize: str | None) -> None:
             "merged layers are quantized, and each is another approximation (0x0DD). Leave it out, or quantize a "
             "policy that keeps rows as they are, such as full or snapkv without merge_layers."
         )
+
+
+def refuse_unused(policy: str, given: Mapping[str, Any], known: Collection[str] | None = None) -> None:
+    """Reject an option that says nothing without another one.
+
+    Args:
+        given: options by name; those that are None are not given.
+        known: options that the policy has; None for those of this library's policies.
+
+    Raises:
+        ConfigError: an option is given and what it is about is not.
+    """
+    for name, (needed, meaning) in _BESIDE.items():
+        if given.get(name) is not None and given.get(needed) is None and (known is None or needed in known):
+            raise ConfigError(
+                f"{policy}: {name}={given[name]!r} says {meaning}. Give {needed} too, or leave {name} out."
+            )
 
 
 def check_ratio(policy: str, name: str, value: float) -> None:

@@ -98,7 +98,8 @@ def laid_blocks(blocks: CodedTensor, layout: BlockLayout) -> CodedTensor:
     made = CodedTensor.encode(
         rows[batch, head, source[at]][None, None], live[at][None, None], bits=blocks.bits, axis=blocks.axis
     )
-    return laid.of([part.index_put(at, new[0, 0]) for part, new in zip(laid.tensors(), made.tensors(), strict=True)])
+    parts = zip(laid.tensors(), made.tensors(), strict=True)
+    return laid.of([part.index_put(at, new[0, 0]) for part, new in parts], has_voids=made.has_voids)
 
 
 def _groups(live_BMNG: Tensor, limit: int) -> list[_Groups]:

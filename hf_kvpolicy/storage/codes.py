@@ -6,6 +6,9 @@ each row has (Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for 
 The scale covers the group's range from the zero that is stored, so no code is clipped and x is off by half a scale at
 most, and by the rounding of the result into the rows' dtype.
 
+A number that is not finite widens no range: it is a *void*, read as NaN, and the others of its group are off by half a
+scale as ever. The scale of a group with voids is stored negative; the lowest code is left to them there.
+
 Letters: B batch rows, S stored heads, N blocks, G rows of a block, D head dimension, X bytes of a row's codes.
 """
 
@@ -43,6 +46,8 @@ class CodedTensor:
     bits: int
     dim: int
     axis: int
+    # Whether some group may have a void.
+    has_voids: bool
 
     @classmethod
     def encode(cls, rows_BSNGD: Tensor, live_BSNG: Tensor, *, bits: int, axis: int) -> CodedTensor:
@@ -51,16 +56,27 @@ class CodedTensor:
         wide = torch.promote_types(dtype, torch.float32)
         with stored_tensors():
             numbers = rows_BSNGD.to(wide)
-            low = torch.where(live, numbers, torch.inf).amin(axis, keepdim=True)
-            high = torch.where(live, numbers, -torch.inf).amax(axis, keepdim=True)
+            void = live & ~numbers.isfinite()
+            # Asked of the device once, so that reading takes another path only where there are any.
+            has_voids = bool(void.any())
+            known = live & ~void
+            low = torch.where(known, numbers, torch.inf).amin(axis, keepdim=True)
+            high = torch.where(known, numbers, -torch.inf).amax(axis, keepdim=True)
             empty = low > high
-            scales, zeros = _ranges(low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0), bits, dtype)
-            divisor = torch.where(scales > 0, scales, 1.0).to(wide)
+            low, high = low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)
             lowest, highest = _extremes(bits)
-            codes = ((numbers - zeros.to(wide)) / divisor).round().clamp(lowest, highest)
-            codes = torch.where(live, codes, 0.0).to(torch.int8)
+            scales, zeros = _ranges(low, high, (lowest, highest), dtype)
+            if has_voids:
+                beside = _ranges(low, high, (lowest + 1, highest), dtype)
+                is_beside = void.any(axis, keepdim=True)
+                # Of a group whose numbers are equal, too, the scale has a sign.
+                sized = torch.where(beside[0] > 0, beside[0], torch.finfo(dtype).smallest_normal)
+                scales, zeros = torch.where(is_beside, -sized, scales), torch.where(is_beside, beside[1], zeros)
+            codes = _codes(numbers, scales.to(wide), zeros.to(wide), bits)
+            codes = torch.where(live, codes.masked_fill(void, lowest), 0.0).to(torch.int8)
             packed = codes if bits == 8 else _packed(codes)
-        return cls(codes_BSNGX=packed, scales=scales, zeros=zeros, bits=bits, dim=rows_BSNGD.shape[-1], axis=axis)
+        dim = rows_BSNGD.shape[-1]
+        return cls(codes_BSNGX=packed, scales=scales, zeros=zeros, bits=bits, dim=dim, axis=axis, has_voids=has_voids)
 
     @property
     def blocks(self) -> int:
@@ -86,15 +102,16 @@ class CodedTensor:
     def decode(self, out_BSNGD: Tensor) -> None:
         """Write the numbers of all blocks, rounded once into the dtype of what they are written to."""
         half = self.codes_BSNGX.shape[4]
+        void_code = _extremes(self.bits)[0] if self.has_voids else None
         if self.bits == 8:
-            _scaled(self.codes_BSNGX, self.zeros, self.scales, out_BSNGD)
+            _scaled(self.codes_BSNGX, self.zeros, self.scales, out_BSNGD, void_code)
             return
         # Shifting left and back gives the low nibble its sign.
         parts = ((self.codes_BSNGX << 4) >> 4, self.codes_BSNGX >> 4)
         for codes, channels in zip(parts, (slice(0, half), slice(half, self.dim)), strict=True):
             own = channels if self.axis == ROW_AXIS else slice(None)
             out = out_BSNGD[..., channels]
-            _scaled(codes[..., : out.shape[-1]], self.zeros[..., own], self.scales[..., own], out)
+            _scaled(codes[..., : out.shape[-1]], self.zeros[..., own], self.scales[..., own], out, void_code)
 
     def decoded(self) -> Tensor:
         """Return the numbers of all blocks, [B, S, N, G, D]."""
@@ -105,17 +122,18 @@ class CodedTensor:
     def then(self, other: CodedTensor) -> CodedTensor:
         """Return these blocks followed by others."""
         parts = zip(self.tensors(), other.tensors(), strict=True)
-        return self.of([torch.cat(part, dim=2) for part in parts])
+        return self.of([torch.cat(part, dim=2) for part in parts], has_voids=other.has_voids)
 
     def chosen(self, block_BSN: Tensor) -> CodedTensor:
         """Return some blocks of each owner, in this order."""
         index = block_BSN[:, :, :, None, None]
         return self.of([part.gather(2, index.expand(-1, -1, -1, *part.shape[3:])) for part in self.tensors()])
 
-    def of(self, tensors: Sequence[Tensor]) -> CodedTensor:
-        """Return blocks of these codes, scales and zeros."""
+    def of(self, tensors: Sequence[Tensor], *, has_voids: bool = False) -> CodedTensor:
+        """Return blocks of these codes, scales and zeros; `has_voids` says it of those that are not of this object."""
         codes, scales, zeros = tensors
-        return replace(self, codes_BSNGX=codes, scales=scales, zeros=zeros)
+        has_voids = self.has_voids or has_voids
+        return replace(self, codes_BSNGX=codes, scales=scales, zeros=zeros, has_voids=has_voids)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return every tensor this object keeps alive."""
@@ -132,19 +150,26 @@ def _extremes(bits: int) -> tuple[int, int]:
     return -(1 << (bits - 1)), (1 << (bits - 1)) - 1
 
 
-def _ranges(low: Tensor, high: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _ranges(low: Tensor, high: Tensor, codes: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return scales and zeros, in the rows' dtype, that reach from the lowest number of a group to its highest."""
-    lowest, highest = _extremes(bits)
+    lowest, highest = codes
     levels, limits = highest - lowest, torch.finfo(dtype)
     step = high / levels - low / levels
-    # The codes' middle is -1/2.
-    zeros = (low / 2 + high / 2 + step / 2).to(dtype)
+    # The codes' middle is -1/2, or 0 beside voids.
+    zeros = (low / 2 + high / 2 - step * ((lowest + highest) / 2)).to(dtype)
     stored = zeros.to(low.dtype)
     reach = torch.maximum((high - stored) / highest, (stored - low) / -lowest)
     # Rounded into the dtype it must not be shorter, subnormal or not.
     margin = limits.eps + 4 * torch.finfo(low.dtype).eps
     scales = (reach * (1 + margin) + limits.smallest_normal * limits.eps).to(dtype)
     return torch.where(reach > 0, scales, 0.0).to(dtype), zeros
+
+
+def _codes(numbers: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Tensor:
+    """Return codes as whole floats; those of voids mean nothing."""
+    lowest, highest = _extremes(bits)
+    codes = ((numbers - zeros) / torch.where(scales == 0, 1.0, scales.abs())).round().clamp(lowest, highest)
+    return torch.where(scales < 0, codes.clamp(min=lowest + 1), codes)
 
 
 def _packed(codes_BSNGD: Tensor) -> Tensor:
@@ -156,6 +181,8 @@ def _packed(codes_BSNGD: Tensor) -> Tensor:
     return (low & 15) | (high << 4)
 
 
-def _scaled(codes: Tensor, zeros: Tensor, scales: Tensor, out: Tensor) -> None:
+def _scaled(codes: Tensor, zeros: Tensor, scales: Tensor, out: Tensor, void_code: int | None) -> None:
     out.copy_(codes)
-    torch.addcmul(zeros, out, scales, out=out)
+    torch.addcmul(zeros, out, scales if void_code is None else scales.abs(), out=out)
+    if void_code is not None:
+        out.masked_fill_((scales < 0) & (codes == void_code), torch.nan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -100,6 +101,65 @@ def test_dead_rows_change_nothing(poison: float, bits: int, axis: int) -> None:
         assert torch.equal(a, b)
 
 
+NOT_FINITE = (float("nan"), float("inf"), -float("inf"))
+
+
+def plain_voids(numbers: list[float], bits: int) -> tuple[float, list[bool]]:
+    """Return the widest step that a group's finite numbers ask for, and which are read as NaN: one code is theirs."""
+    finite = [number for number in numbers if math.isfinite(number)]
+    width = max(finite) - min(finite) if finite else 0.0
+    levels = 2**bits - (1 if len(finite) == len(numbers) else 2)
+    return width / levels, [not math.isfinite(number) for number in numbers]
+
+
+@pytest.mark.parametrize("axis", [ROW_AXIS, CHANNEL_AXIS])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("poison", NOT_FINITE)
+def test_a_number_that_is_not_finite_spoils_no_other(poison: float, dtype: torch.dtype, bits: int, axis: int) -> None:
+    numbers, live = rows(1, 2, 3, 8, 6, dtype=dtype), torch.ones(1, 2, 3, 8, dtype=torch.bool)
+    numbers[0, 0, 1, 2] = poison  # a row
+    numbers[0, 1, 0, 5, 3] = poison  # one of its channels
+    numbers[0, 1, 0, :, 4] = 2.5  # a channel of equal numbers, one of them not finite
+    numbers[0, 1, 0, 0, 4] = poison
+    numbers[0, 1, 2, :] = poison  # a block
+    live[0, 1, 0, 7] = False
+    found = CodedTensor.encode(numbers, live, bits=bits, axis=axis)
+    limits = torch.finfo(dtype)
+    for group, read, scale, _ in groups(found, numbers, live):
+        step, is_void = plain_voids(group.tolist(), bits)
+        assert read.isnan().tolist() == is_void
+        finite = ~torch.tensor(is_void)
+        size = float(group[finite].abs().max()) if finite.any() else 0.0
+        rounding = limits.eps * size + limits.smallest_normal
+        assert abs(float(scale)) <= step * (1 + 2 * limits.eps) + 2 * rounding
+        error = (group - read)[finite].abs()
+        assert not finite.any() or float(error.max()) <= abs(float(scale)) / 2 + rounding
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_voids_stay_where_blocks_are_put_together(bits: int) -> None:
+    clean, live = rows(1, 1, 2, 4, 5), torch.ones(1, 1, 2, 4, dtype=torch.bool)
+    dirty = clean.clone()
+    dirty[0, 0, 0, 1, 2] = torch.inf
+    whole, holed = (CodedTensor.encode(part, live, bits=bits, axis=ROW_AXIS) for part in (clean, dirty))
+    assert not whole.has_voids
+    assert whole.then(whole).has_voids is False
+    first = torch.zeros(1, 1, dtype=torch.int64)
+    for joined, block in (
+        (whole.then(holed), 2),
+        (holed.then(whole), 0),
+        (whole.replaced(first + 1, holed.block(first)), 1),
+        (holed.replaced(first + 1, whole.block(first)), 0),
+    ):
+        expected = torch.zeros(joined.codes_BSNGX.shape[2:4], dtype=torch.bool)
+        expected[block, 1] = True
+        assert torch.equal(joined.decoded().isnan().any(-1)[0, 0], expected)
+    # What is read and coded again is void again.
+    again = CodedTensor.encode(holed.decoded(), live, bits=bits, axis=CHANNEL_AXIS)
+    assert torch.equal(again.decoded().isnan(), holed.decoded().isnan())
+
+
 @pytest.mark.parametrize("dim", [1, 2, 5, 6])
 def test_two_codes_share_a_byte(dim: int) -> None:
     numbers, live = rows(1, 1, 1, 3, dim), torch.ones(1, 1, 1, 3, dtype=torch.bool)
@@ -151,6 +211,32 @@ def test_every_slot_keeps_its_place(bits: int, pinned: int) -> None:
                 scale = blocks.scales[b, s, block, 0] if not part else blocks.scales[b, s, block, row]
                 error = (shown[b, s, slot] - whole[b, s, slot]).abs()
                 assert (error <= scale / 2 + 1e-5).all()
+
+
+def check_one_bad_row(whole: Tensor, read: Tensor, coded_rows: int, bad: int, bits: int) -> None:
+    """Of one owner: the bad row is not finite, the others are off by half a step of what is finite in a block."""
+    assert not read[bad].isfinite().all()
+    for first in range(0, coded_rows, BLOCK):
+        others = [row for row in range(first, first + BLOCK) if row != bad]
+        step = (whole[others].amax(0) - whole[others].amin(0)) / (2**bits - 2)
+        step = torch.maximum(step, (whole[others].amax(1) - whole[others].amin(1)).max() / (2**bits - 2))
+        assert ((read[others] - whole[others]).abs() <= step / 2 * 1.001 + 1e-5).all()
+    assert torch.equal(read[coded_rows:], whole[coded_rows:])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("poison", NOT_FINITE)
+def test_one_bad_row_spoils_no_slot_of_its_block(poison: float, bits: int) -> None:
+    keys, values = rows(1, 2, 11, 5, seed=1), rows(1, 2, 11, 4, seed=2)
+    keys[0, 1, 4] = values[0, 1, 4] = poison
+    plain = DenseRows.allocate(keys, values, 11)
+    plain.write(0, keys, values)
+    coded = code_due(plain, 11, torch.ones(1, 1, 11, dtype=torch.bool), bits=bits, block_rows=BLOCK, pinned=0)
+    assert isinstance(coded, CodedRows)
+    for whole, read in zip(plain.view(11), coded.view(11), strict=True):
+        check_one_bad_row(whole[0, 1], read[0, 1], coded.coded_slots, 4, bits)
+        assert read[0, 0].isfinite().all()
+    assert not coded.batch(torch.tensor([0])).view(11)[0][0, 1, 4].isfinite().any()
 
 
 def test_a_second_block_leaves_the_first_alone() -> None:
@@ -243,6 +329,29 @@ def test_every_owner_keeps_its_rows(bits: int) -> None:
     view = coded.view(table, 2)
     for owner, n in enumerate(used):
         assert all(torch.equal(a, b) for a, b in zip(view.owner(owner), coded.owner(owner, n), strict=True))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("poison", NOT_FINITE)
+def test_one_bad_row_spoils_no_slot_of_its_owners_block(poison: float, bits: int) -> None:
+    plain, _, used, live = owners()
+    for part in plain.owner(3, used[3]):
+        part[4] = poison
+    due = [due_blocks(n, BLOCK) for n in used]
+    coded = code_owners(plain, used, live, due, bits=bits, block_rows=BLOCK)
+    for whole, read in zip(plain.owner(3, used[3]), coded.owner(3, used[3]), strict=True):
+        check_one_bad_row(whole, read, due[3] * BLOCK, 4, bits)
+    # Two rows of every block of that owner go, so that blocks are repacked: the bad row stays, and is the only one.
+    stays = [slot for slot in range(used[3]) if slot >= due[3] * BLOCK or slot % BLOCK == 1]
+    slots = [*(torch.arange(n) for n in used[:3]), torch.tensor(stays)]
+    lengths = [own.shape[0] for own in slots]
+    left = coded.taken(torch.cat(slots), lengths)
+    again = code_owners(left, lengths, [torch.ones(n, dtype=torch.bool) for n in lengths], [0] * 4, bits=bits,
+                        block_rows=BLOCK)  # fmt: skip
+    assert isinstance(again, CodedRaggedRows)
+    assert again.blocks.counts[3] < due[3]
+    for whole, read in zip(coded.owner(3, used[3]), again.owner(3, lengths[3]), strict=True):
+        assert torch.equal(read.isfinite(), whole[stays].isfinite())
 
 
 def test_owners_are_written_grown_chosen_and_coded_again() -> None:

@@ -123,6 +123,7 @@ def test_load_policy_of_a_bare_name_says_what_to_call() -> None:
         (["generate", "--prompt", "a", "--policy", "nope"], "`kvpolicy list` says"),
         (["show", "snapkv", "--set", "windwo=3"], "Did you mean 'window'"),
         (["show", "snapkv", "--set", "window"], "key=value"),
+        (["show", "full", "--set", "block_rows=16"], "Give quantize too, or leave block_rows out."),
         (["show", "snapkv", "--set", "window=50"], "budget"),
         (["generate"], "exactly one of"),
         (["generate", "--prompt", "a", "--prompt-file", "b"], "exactly one of"),
@@ -164,3 +165,10 @@ def test_a_missing_budget_is_told_before_a_model_is_loaded() -> None:
     result = RUN.invoke(app, ["generate", "--prompt", "x", "--model", "nobody/no-such-model"])
     assert result.exit_code == 2
     assert "needs budget" in result.output
+
+
+def test_an_option_that_says_nothing_is_told_before_a_model_is_loaded() -> None:
+    options = ["--budget", "16", "--set", "block_rows=16", "--model", "nobody/no-such-model"]
+    result = RUN.invoke(app, ["generate", "--prompt", "x", *options])
+    assert result.exit_code == 2
+    assert "block_rows=16 says how many rows are quantized together, but no row is" in result.output

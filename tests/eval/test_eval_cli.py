@@ -98,6 +98,8 @@ def test_a_dry_run_counts_cells_and_tokens_and_loads_nothing(sweep: Path) -> Non
     [
         ("policies.1.name=snapk", "Did you mean 'snapkv'"),
         ("policies.1.options.windw=3", "Did you mean 'window'"),
+        ("policies.1.options.block_rows=16", "Give quantize too, or leave block_rows out."),
+        ("policies.1.grid.block_rows=[16, 32]", "Give quantize too, or leave block_rows out."),
         ("tasks.0.length=3", "Did you mean"),
         ("budgets=[0]", "keeps nothing"),
         ("tasks.0.num_examples=5", "Ask for a multiple of 2"),

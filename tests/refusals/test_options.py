@@ -109,6 +109,19 @@ def test_unknown_values(case: tuple[str, dict[str, Any]]) -> None:
         make(name, tiny("llama").config, **options)
 
 
+@pytest.mark.parametrize("name", [n for n in NAMES if "block_rows" in policy_options(n)])
+def test_blocks_of_rows_that_are_not_quantized(name: str) -> None:
+    config = tiny("llama").config
+    for asked in ({"block_rows": 16}, {"block_rows": 32}, {"block_rows": -4}, {"block_rows": 16, "quantize": None}):
+        with pytest.raises(kv.ConfigError, match=r"but no row is\. Give quantize too, or leave block_rows out"):
+            make(name, config, **asked)
+        with pytest.raises(kv.ConfigError, match=f"^{name}: block_rows="):
+            policy_class(name)(config, **{**small_options(name), **asked})
+    assert make(name, config).composition.options["block_rows"] is None
+    for spelled in ({}, {"block_rows": 32}, {"block_rows": None}):
+        assert make(name, config, quantize="int8", **spelled).composition.options["block_rows"] == 32
+
+
 @pytest.mark.parametrize("name", [n for n in NAMES if "on_append" in policy_options(n)])
 def test_a_later_prompt_is_kept_whole_or_that_is_refused(name: str) -> None:
     if name == "fastgen":

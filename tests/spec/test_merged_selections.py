@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -107,6 +108,37 @@ def test_every_step_is_that_of_the_plain_loop(case: tuple[str, dict[str, Any]]) 
         assert_same_content(cache, loop.cache, atol=2e-5)
         cache.check_integrity()
     assert cache.statistics.rows_dropped > 0
+
+
+SPELLED_ALIKE: dict[str, tuple[Any, ...]] = {
+    "defaults": (
+        "minicache",
+        {},
+        {"start_layer": 2},
+        {"start_layer": None, "interpolation": 0.6, "retention": 0.05},
+        MappingProxyType({"retention": 0.05}),
+    ),
+    "whole numbers": ({"retention": 0, "interpolation": 1}, {"retention": 0.0, "interpolation": 1.0}),
+}
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, "minicache"])
+@pytest.mark.parametrize("meaning", SPELLED_ALIKE)
+def test_one_meaning_has_one_manifest(name: str, meaning: str, tmp_path: Path) -> None:
+    model = tiny("llama", layers=LAYERS)
+
+    def made(rule: Any) -> Any:
+        if name == "minicache":
+            return kv.MiniCache(model, **({} if rule == "minicache" else rule))
+        return merged(name, model, unit="pair", merge_layers=rule)
+
+    caches = [made(rule) for rule in SPELLED_ALIKE[meaning]]
+    assert len({cache.manifest.sha256 for cache in caches}) == 1
+    assert made({"start_layer": 1}).manifest.sha256 != caches[0].manifest.sha256
+    with torch.no_grad():
+        forward(model, prompt(20), caches[-1])
+    caches[-1].save_pretrained(tmp_path / "saved")
+    assert kv.load_cache(tmp_path / "saved", model).manifest == caches[0].manifest
 
 
 @torch.no_grad()

@@ -313,6 +313,41 @@ def test_fastgen_decodes_long_without_a_leak(limit: int | None) -> None:
             assert ledger.payload_bytes + ledger.slack_bytes <= most
 
 
+@pytest.mark.parametrize("name", ["h2o", "keyformer", "scissorhands", "fastgen"])
+def test_bytes_stay_bounded_while_drafts_are_accepted(name: str) -> None:
+    """300 tokens of an answer, drafted five at a time and some of them rejected, a token without a draft at times."""
+    model, budget, draft = tiny("llama"), 24, 5
+    cache = quantized(name, model)
+    owners, accepted = 2, 0
+    coded_bytes, block_bytes, plain_bytes = 2 * 8 + 2 * 4, 2 * 8 * 4, 2 * 8 * 4
+    blocks = most_blocks(budget) + 1
+    most = blocks * (BLOCK * coded_bytes + block_bytes) + growth_slots(3 * BLOCK) * plain_bytes + 4 * budget
+    with torch.no_grad():
+        forward(model, prompt(40), cache)
+        for cycle in range(100):
+            cache.activate_past_recording()
+            forward(model, prompt(draft, cycle), cache)
+            ledger, rejected = cache.ledger(), 7 * cycle % draft
+            assert ledger.declared_bytes == ledger.measured_bytes
+            frontier = cache._runtime.waiting.snapshot.frontier
+            per_column = sum(part is not None for part in (frontier.seen_BF, frontier.kinds_BF))
+            # Rows as they are with numbers and states, and the queries of the draft.
+            held = 2 * owners * growth_slots(budget + draft) * (plain_bytes + 9 + 12) + 2 * draft * 4 * 8 * 4
+            assert ledger.waiting_bytes - per_column * frontier.columns <= held
+            cache.crop(-rejected)
+            accepted += draft - rejected
+            if cycle % 3 == 0:
+                cache.set_recording(False)
+                forward(model, prompt(1, cycle), cache)
+                accepted += 1
+            ledger = cache.ledger()
+            assert ledger.declared_bytes == ledger.measured_bytes
+            assert ledger.payload_bytes + ledger.slack_bytes <= 2 * owners * most
+            cache.check_integrity()
+    assert accepted >= 300
+    assert int(cache.stored_rows(0).max()) <= budget
+
+
 def test_a_budget_within_the_residual_is_never_quantized() -> None:
     model = tiny("llama")
     cache, plain = (kv.H2OCache(model, budget=8, **o) for o in ({"quantize": "int4"}, {}))
@@ -432,12 +467,43 @@ def test_wrong_options(name: str) -> None:
     for wrong, match in (
         ({"quantize": "int2"}, r"quantize='int2' is unknown; allowed are .* Did you mean"),
         ({"quantize": "int8", "block_rows": 0}, "block_rows is a number of rows from 1 on; got 0"),
-        ({"block_rows": -4}, "Give 32 or 64"),
+        ({"quantize": "int8", "block_rows": -4}, "Give 32 or 64"),
     ):
         with pytest.raises(kv.ConfigError, match=match):
             kv.make_cache(name, config, **options | wrong)
     with pytest.raises(kv.BudgetError, match="Give rows, or a share of the prompt"):
         kv.SnapKVCache(config, budget="1MiB", quantize="int8")
+
+
+# -- rows that are not finite -----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["full", "snapkv", "adakv"])
+def test_one_bad_token_spoils_one_row(name: str, bits: str, tmp_path: Path) -> None:
+    """A token whose embedding is not finite has the first layer's only bad row, as in a cache that codes nothing."""
+    model, bad = tiny("llama"), 5
+    model.get_input_embeddings().weight[bad] = torch.inf
+    ids = prompt(40).masked_fill(prompt(40) == bad, 6)
+    ids[0, 30] = bad
+    caches = quantized(name, model, bits), kv.make_cache(name, model, **OPTIONS[name])
+    for cache in caches:
+        forward(model, ids[:, :28], cache)
+        for column in range(28, 40):
+            forward(model, ids[:, column : column + 1], cache)
+    caches[0].check_integrity()
+    caches[0].save_pretrained(tmp_path / "saved")
+    for cache in (caches[0], kv.load_cache(tmp_path / "saved", model)):
+        read, plain = content(cache), content(caches[1])
+        for key in (key for key in plain if key.startswith(("keys 0", "values 0"))):
+            tokens = plain["tokens" + key[key.index(" ") :]]
+            is_bad = torch.tensor([token == 30 for token in tokens])
+            assert torch.equal(~plain[key].isfinite().all(-1), is_bad)
+            assert torch.equal(~read[key].isfinite().all(-1), is_bad)
+            spread = plain[key][~is_bad].amax() - plain[key][~is_bad].amin()
+            error = (plain[key] - read[key])[~is_bad].abs().max()
+            assert error <= spread / (2 ** (8 if bits == "int8" else 4) - 2) / 2 + 1e-5
 
 
 # -- what it costs ----------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class FastGenCache(PolicyCache):
         variant: str = "paper",
         fallback: str | None = None,
         quantize: str | None = None,
-        block_rows: int = 32,
+        block_rows: int | None = None,
         merge_layers: MergeLayers = None,
     ) -> None:
         """Make an empty cache.
@@ -85,7 +85,8 @@ class FastGenCache(PolicyCache):
             on_append: what a later prompt segment does: "recompress" (profile again) or "append" (keep the profile).
             chunked_prefill: "hold" (one profile at the end) or "bounded" for a prompt fed in chunks.
             quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
-            block_rows: rows of a block; as many of the newest rows, up to three times as many, are not quantized.
+            block_rows: rows of a block, with quantize only, None for 32; as many of the newest rows, up to three
+                times as many, are not quantized.
             merge_layers: None; heads or layers that hold different numbers of rows share none.
 
         Raises:

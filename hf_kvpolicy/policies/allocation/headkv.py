@@ -62,7 +62,7 @@ class HeadKVCache(PolicyCache):
         variant: str = "paper",
         fallback: str | None = None,
         quantize: str | None = None,
-        block_rows: int = 32,
+        block_rows: int | None = None,
         merge_layers: MergeLayers = None,
     ) -> None:
         """Make an empty cache.
@@ -83,7 +83,8 @@ class HeadKVCache(PolicyCache):
             on_append: what a later prompt segment does: "recompress" everything to the budget, or "append".
             chunked_prefill: "hold" or "bounded" for a prompt fed in chunks.
             quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
-            block_rows: rows of a block; as many of the newest rows, up to three times as many, are not quantized.
+            block_rows: rows of a block, with quantize only, None for 32; as many of the newest rows, up to three
+                times as many, are not quantized.
             merge_layers: None; heads or layers that hold different numbers of rows share none.
 
         Raises:

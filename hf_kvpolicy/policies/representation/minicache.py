@@ -32,7 +32,7 @@ from ...engine import Composition
 from ...evidence import Recency
 from ...registry import register_policy
 from ..base import ModelOrConfig, PolicyCache, refuse_quantized
-from ..merging import merged_pairs
+from ..merging import merged_options, merged_pairs
 
 __all__ = ["MiniCache"]
 
@@ -65,14 +65,20 @@ class MiniCache(PolicyCache):
             UnsupportedModelError: no two layers of one geometry follow one another from `start_layer` on.
         """
         refuse_quantized("minicache", quantize)
-        own: dict[str, Any] = {"start_layer": start_layer, "interpolation": interpolation, "retention": retention}
+        rule = merged_pairs(
+            "minicache",
+            model_or_config,
+            start_layer=start_layer,
+            interpolation=interpolation,
+            retention=retention,
+        )
         composition = Composition(
             policy="minicache",
             schedule="never",
             evidence=Recency(),
             unit="token",
-            representation=merged_pairs("minicache", model_or_config, **own),
-            options={**own, "quantize": quantize},
+            representation=rule,
+            options={**merged_options(rule), "quantize": quantize},
         )
         super().__init__(model_or_config, composition)
 

@@ -40,7 +40,7 @@ class RandomCache(PolicyCache):
         variant: str = "paper",
         fallback: str | None = None,
         quantize: str | None = None,
-        block_rows: int = 32,
+        block_rows: int | None = None,
         merge_layers: MergeLayers = None,
     ) -> None:
         """Make an empty cache.
@@ -53,7 +53,8 @@ class RandomCache(PolicyCache):
             unit: "head", "layer" or "token": who shares one set; "pair" where layers are merged.
             protect: token positions that always stay, inside the budget.
             quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
-            block_rows: rows of a block; as many of the newest rows (fewer than twice as many) are not quantized.
+            block_rows: rows of a block, with quantize only, None for 32; as many of the newest rows, and fewer than
+                twice as many, are not quantized.
             merge_layers: "minicache", or its options as a mapping: kept rows are merged over pairs of layers.
 
         Raises:

@@ -48,7 +48,7 @@ class ScissorhandsCache(PolicyCache):
         variant: str = "paper",
         fallback: str | None = None,
         quantize: str | None = None,
-        block_rows: int = 32,
+        block_rows: int | None = None,
         merge_layers: MergeLayers = None,
     ) -> None:
         """Make an empty cache.
@@ -65,7 +65,8 @@ class ScissorhandsCache(PolicyCache):
             grace: rows younger than this many tokens are never dropped.
             chunked_prefill: "hold" or "bounded" for a prompt fed in chunks.
             quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
-            block_rows: rows of a block; as many of the newest rows (fewer than twice as many) are not quantized.
+            block_rows: rows of a block, with quantize only, None for 32; as many of the newest rows, and fewer than
+                twice as many, are not quantized.
             merge_layers: "minicache", or its options as a mapping: kept rows are merged over pairs of layers.
 
         Raises:

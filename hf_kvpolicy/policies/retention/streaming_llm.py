@@ -44,7 +44,7 @@ class StreamingLLMCache(PolicyCache):
         variant: str = "paper",
         fallback: str | None = None,
         quantize: str | None = None,
-        block_rows: int = 32,
+        block_rows: int | None = None,
         merge_layers: MergeLayers = None,
     ) -> None:
         """Make an empty cache.
@@ -56,7 +56,8 @@ class StreamingLLMCache(PolicyCache):
             positions: "cache_local" (paper) or "original".
             protect: further token positions that always stay, inside the budget.
             quantize: "int8" or "int4" for older rows: keys per channel of a block, values per row.
-            block_rows: rows of a block; as many of the newest rows (fewer than twice as many) are not quantized.
+            block_rows: rows of a block, with quantize only, None for 32; as many of the newest rows, and fewer than
+                twice as many, are not quantized.
             merge_layers: "minicache", or its options as a mapping: kept rows are merged over pairs of layers.
 
         Raises:
