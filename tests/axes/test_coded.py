@@ -145,12 +145,11 @@ def test_voids_stay_where_blocks_are_put_together(bits: int) -> None:
     whole, holed = (CodedTensor.encode(part, live, bits=bits, axis=ROW_AXIS) for part in (clean, dirty))
     assert not whole.has_voids
     assert whole.then(whole).has_voids is False
-    first = torch.zeros(1, 1, dtype=torch.int64)
+    turned = torch.tensor([[[1, 0]]])
     for joined, block in (
         (whole.then(holed), 2),
         (holed.then(whole), 0),
-        (whole.replaced(first + 1, holed.block(first)), 1),
-        (holed.replaced(first + 1, whole.block(first)), 0),
+        (holed.chosen(turned), 1),
     ):
         expected = torch.zeros(joined.codes_BSNGX.shape[2:4], dtype=torch.bool)
         expected[block, 1] = True

@@ -96,3 +96,20 @@ def test_layers_keep_as_many_blocks_as_the_one_with_most() -> None:
     layouts = layouts_of([one, two], 3)
     assert layouts is not None
     assert not any(bool(layout.joined_BMN.any()) for layout in layouts), "nothing is coded again below the limit"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_row_that_is_not_finite_spoils_no_other_when_blocks_become_one(bits: int) -> None:
+    rows = torch.randn(1, 1, 2, 4, DIM, generator=torch.Generator().manual_seed(0))
+    rows[0, 0, 1, 3, 2] = torch.inf
+    live = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 1]], dtype=torch.bool)[None, None]
+    for axis in (ROW_AXIS, CHANNEL_AXIS):
+        layouts = layouts_of([live], 0)
+        assert layouts is not None
+        laid = laid_blocks(CodedTensor.encode(rows, live, bits=bits, axis=axis), layouts[0])
+        read = laid.decoded()[0, 0, 0][layouts[0].live_BMNG[0, 0, 0]]
+        # The emptiest block comes first.
+        expected = torch.stack([rows[0, 0, 1, 3], rows[0, 0, 0, 0], rows[0, 0, 0, 2]])
+        assert torch.equal(read.isnan(), expected.isinf())
+        # Coded twice: half a step of both.
+        assert (read - expected).abs()[expected.isfinite()].max() <= 2 * float(laid.scales.abs().max())
