@@ -1,10 +1,11 @@
 """Blocks of coded rows where rows die: in decode one for each that comes, in a selection all that it drops.
 
 A row that dies in a block leaves a dead slot there, and the others keep their codes. Every owner has the same number of
-blocks, and what lies in them is its own. Where rows are coded into another block, one that no row lives in is left out,
-or two that are at most half live become one (`storage/coded_blocks.py`); if some owner has neither, there is a block
-more. All but one of its blocks are then more than half live, so there are never more than 2 rows of slots for a row of
-its budget, and two blocks. After a selection from coded rows there are no more blocks than before it, or than this.
+blocks, and what lies in them is its own. Where rows are coded into another block, one that no row lives in is left out;
+if some owner has none, there is a block more. Only an owner with over one block more than its rows fill makes one of
+two that are at most half live (`storage/coded_blocks.py`). If it has no such two, all but one of its blocks are more
+than half live, so there are never more than 2 rows of slots for a row of its budget, and two blocks. After a selection
+from coded rows there are no more blocks than before it, or than this.
 
 Letters: L maps (1 where all layers share one), B batch rows, M map heads, S stored heads, W slots, K slots of a
 selection, R slots of the residual, N blocks, G rows of a block.
@@ -23,7 +24,7 @@ from ..representation.quantized import QuantizedRows
 from ..selection import Kept
 from ..storage import DenseRows, RowMap, gather_rows, stored_tensors
 from ..storage.coded import CodedRows, relaid, with_blocks
-from ..storage.coded_blocks import BlockLayout, laid_blocks, layouts_of, most_blocks
+from ..storage.coded_blocks import BlockLayout, laid_blocks, layouts_of, most_blocks, roomy_blocks
 from ..storage.codes import CHANNEL_AXIS, ROW_AXIS, CodedTensor, in_blocks
 from .snapshot import Snapshot
 
@@ -100,7 +101,8 @@ def without_dead_blocks(
     layouts = None
     if isinstance(rows[0], CodedRows) and before:
         live = _live_in_blocks(maps, rows[0])
-        layouts = layouts_of(live, min(before // rows[0].block_rows, most_blocks(live)))
+        limit = min(before // rows[0].block_rows, most_blocks(live))
+        layouts = layouts_of(live, limit, joins_above=roomy_blocks(live))
     if layouts is None:
         return dict(rows), tuple(maps), dict(states)
     sources = [_source(layout, pinned, behind, part.width) for layout, part in zip(layouts, maps, strict=True)]
@@ -130,7 +132,8 @@ def renewed(rule: QuantizedRows, pinned: int, snapshot: Snapshot) -> Snapshot:
     codes = any(bool((part.live_BMW[:, :, start:].sum(-1) > block_rows).any()) for part in snapshot.maps)
     first, found = snapshot.rows[0], None
     if codes and isinstance(first, CodedRows):
-        found = layouts_of(_live_in_blocks(snapshot.maps, first), first.key_blocks.blocks - 1)
+        live = _live_in_blocks(snapshot.maps, first)
+        found = layouts_of(live, first.key_blocks.blocks - 1, joins_above=roomy_blocks(live))
     blocks: Sequence[BlockLayout | None] = [None] * len(snapshot.maps) if found is None else found
     layouts = [
         _layout(part, pinned, start, 0 if codes else block_rows, each)

@@ -2,7 +2,8 @@
 
 A block without a live row can be left out. Blocks that are at most half live can become one again, the emptiest first,
 as long as one holds their rows, which are coded once more; this is done only where there are still too many blocks. All
-others keep their codes.
+others keep their codes. If it were done whenever it can be, a row that stays for good would be coded again with each
+block that dies next to it.
 
 Letters: B batch rows, M map heads, S stored heads, N blocks, G rows of a block.
 """
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from .codes import CodedTensor
 
-__all__ = ["BlockLayout", "joined_blocks", "laid_blocks", "layouts_of", "most_blocks"]
+__all__ = ["BlockLayout", "joined_blocks", "laid_blocks", "layouts_of", "most_blocks", "roomy_blocks"]
 
 # The blocks of one owner that lie in each of its new ones.
 _Groups = list[list[int]]
@@ -58,14 +59,15 @@ def joined_blocks(blocks: Sequence[int], live: Sequence[int], block_rows: int) -
     return [group for group in groups if len(group) > 1]
 
 
-def layouts_of(live: Sequence[Tensor], limit: int) -> list[BlockLayout] | None:
+def layouts_of(live: Sequence[Tensor], limit: int, *, joins_above: int = 0) -> list[BlockLayout] | None:
     """Return how the blocks of every map are laid anew; None where no owner could do with fewer of them.
 
     Args:
         live: of each map, which places of blocks hold a row, bool [B, M, N, G]; N is the same for all.
         limit: as many blocks stay, or the fewest above it that some owner needs.
+        joins_above: so many blocks an owner may need before any of them become one.
     """
-    groups = [_groups(live_BMNG, limit) for live_BMNG in live]
+    groups = [_groups(live_BMNG, max(limit, joins_above)) for live_BMNG in live]
     needed = max(limit, *(len(own) for of_map in groups for own in of_map))
     if needed >= live[0].shape[2]:
         return None
@@ -78,8 +80,22 @@ def most_blocks(live: Sequence[Tensor]) -> int:
     Args:
         live: as above.
     """
-    rows = max(int(live_BMNG.sum((-2, -1)).amax()) for live_BMNG in live)
-    return rows // (live[0].shape[3] // 2 + 1) + 1
+    return _most_rows(live) // (live[0].shape[3] // 2 + 1) + 1
+
+
+def roomy_blocks(live: Sequence[Tensor]) -> int:
+    """Return one block more than the owner with most rows fills, or `most_blocks` if these are fewer.
+
+    With so many, a block of rows that stay for good and one whose rows die in order are left apart.
+
+    Args:
+        live: as above.
+    """
+    return min(most_blocks(live), -(-_most_rows(live) // live[0].shape[3]) + 1)
+
+
+def _most_rows(live: Sequence[Tensor]) -> int:
+    return max(int(live_BMNG.sum((-2, -1)).amax()) for live_BMNG in live)
 
 
 def laid_blocks(blocks: CodedTensor, layout: BlockLayout) -> CodedTensor:
