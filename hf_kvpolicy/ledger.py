@@ -4,7 +4,7 @@ Terms: payload = live rows, those of merged layers with all it takes to restore 
 row; positions = columns, token positions and slots of rows; offsets = where ragged owners begin and how long they are;
 validity = live flags, the mask of columns fed and the kinds of their tokens; scores = states that rows carry (of merged
 tokens their masses), queries held for a later selection and thresholds of merging; protected = pristine keys of
-re-rotated rows. Transient peak is the most that was alive at once during a forward.
+re-rotated rows. Transient peak is the most that was alive at once during a forward, or as tokens were accepted.
 """
 
 from __future__ import annotations

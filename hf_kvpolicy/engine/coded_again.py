@@ -13,7 +13,7 @@ selection, R slots of the residual, N blocks, G rows of a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -28,7 +28,7 @@ from ..storage.coded_blocks import BlockLayout, laid_blocks, layouts_of, most_bl
 from ..storage.codes import CHANNEL_AXIS, ROW_AXIS, CodedTensor, in_blocks
 from .snapshot import Snapshot
 
-__all__ = ["kept_in_blocks", "packed_behind", "renewed", "without_dead_blocks"]
+__all__ = ["drop_dead_blocks", "kept_in_blocks", "packed_behind", "renewed"]
 
 _Part = TypeVar("_Part")
 
@@ -89,40 +89,42 @@ def packed_behind(coded: DenseRows, kept: Kept, pack: Callable[[Kept, int], Dens
     )
 
 
-def without_dead_blocks(
-    pinned: int, before: int, rows: Mapping[int, DenseRows], maps: Sequence[RowMap], states: Mapping[int, Tensor]
-) -> tuple[dict[int, DenseRows], tuple[RowMap, ...], dict[int, Tensor]]:
-    """Return stores, maps and carried states of all layers after a selection, without the blocks that it made needless.
+def drop_dead_blocks(
+    before: int, rows: dict[int, DenseRows], maps: tuple[RowMap, ...], states: dict[int, Tensor]
+) -> tuple[RowMap, ...]:
+    """Leave out the blocks that a selection made needless; return the maps of what is left.
 
     Args:
         before: coded slots of each owner before the selection.
+        rows: the stores of all layers, and
+        states: what their rows carry; entries are replaced one by one, so that only one layer is there twice.
     """
-    behind = pinned + rows[0].coded_slots
-    layouts = None
-    if isinstance(rows[0], CodedRows) and before:
-        live = _live_in_blocks(maps, rows[0])
-        limit = min(before // rows[0].block_rows, most_blocks(live))
-        layouts = layouts_of(live, limit, joins_above=roomy_blocks(live))
+    first = rows[0]
+    if not isinstance(first, CodedRows) or not before:
+        return maps
+    live = _live_in_blocks(maps, first)
+    limit = min(before // first.block_rows, most_blocks(live))
+    layouts = layouts_of(live, limit, joins_above=roomy_blocks(live))
     if layouts is None:
-        return dict(rows), tuple(maps), dict(states)
-    sources = [_source(layout, pinned, behind, part.width) for layout, part in zip(layouts, maps, strict=True)]
-    laid: dict[int, DenseRows] = {}
+        return maps
+    sources = [
+        _source(layout, first.pinned, first.residual, part.width) for layout, part in zip(layouts, maps, strict=True)
+    ]
     with stored_tensors():
-        for layer, own in rows.items():
-            blocks = _laid(own, _of(layouts, layer))
-            plain = DenseRows(
-                keys_BSCD=own.keys_BSCD, values_BSCD=own.values_BSCD, pinned_keys_BSPD=own.pinned_keys_BSPD
-            )
-            laid[layer] = plain if blocks is None else with_blocks(plain, blocks, pinned)
-    moved = {layer: _gathered(own, _of(sources, layer)[0]) for layer, own in states.items()}
-    return (
-        laid,
-        tuple(
-            part.gathered(*source, ordered=part.ordered and not bool(layout.joined_BMN.any()))
-            for part, source, layout in zip(maps, sources, layouts, strict=True)
-        ),
-        moved,
+        for layer in rows:
+            rows[layer] = _with_blocks_laid(rows[layer], _of(layouts, layer), first.pinned)
+            if layer in states:
+                states[layer] = _gathered(states[layer], _of(sources, layer)[0])
+    return tuple(
+        part.gathered(*source, ordered=part.ordered and not bool(layout.joined_BMN.any()))
+        for part, source, layout in zip(maps, sources, layouts, strict=True)
     )
+
+
+def _with_blocks_laid(rows: DenseRows, layout: BlockLayout, pinned: int) -> DenseRows:
+    blocks = _laid(rows, layout)
+    plain = DenseRows(keys_BSCD=rows.keys_BSCD, values_BSCD=rows.values_BSCD, pinned_keys_BSPD=rows.pinned_keys_BSPD)
+    return plain if blocks is None else with_blocks(plain, blocks, pinned)
 
 
 def renewed(rule: QuantizedRows, pinned: int, snapshot: Snapshot) -> Snapshot:

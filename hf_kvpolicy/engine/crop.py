@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from ..errors import StaleGenerationError
+from ..storage import RowMap
 from .composition import Composition
 from .foreign import cropped_layers
 from .published import Waiting
@@ -28,7 +31,7 @@ def cropped(snapshot: Snapshot, removed: int) -> Snapshot:
     """Return the snapshot as if its last `removed` columns had never been fed.
 
     The caller makes sure that no row was dropped at or after the first removed column. Buffers are shared: slots whose
-    rows are gone are simply dead.
+    rows are gone are dead, and those behind all others are free.
     """
     if not removed and not snapshot.foreign:
         return snapshot
@@ -46,11 +49,12 @@ def cropped(snapshot: Snapshot, removed: int) -> Snapshot:
         tail = tail.first(tail.width - from_tail)
     if removed > from_tail:
         ragged = snapshot.packed().ragged
-        maps = tuple(part.before_column(frontier.columns) for part in maps)
+        maps = _without_dead_end(snapshot, tuple(part.before_column(frontier.columns) for part in maps))
         ragged = tuple(replace(layer, map=layer.map.before_column(frontier.columns)) for layer in ragged)
     scores = snapshot.scores_LBSWX
-    if scores is not None and from_tail and not ragged:
-        scores = scores[:, :, :, : scores.shape[3] - from_tail].clone()
+    free = from_tail + sum(part.width for part in snapshot.maps[:1]) - sum(part.width for part in maps[:1])
+    if scores is not None and free and not ragged:
+        scores = scores[:, :, :, : scores.shape[3] - free].clone()
     segment = snapshot.open_segment
     kept = replace(
         snapshot,
@@ -73,6 +77,18 @@ def cropped(snapshot: Snapshot, removed: int) -> Snapshot:
         return kept if removed == from_tail else kept.without_dead_exceptions()
     # The whole answer is gone: no query that is taken back left anything in a score.
     return replace(kept, scores_LBSWX=None)
+
+
+def _without_dead_end(snapshot: Snapshot, maps: tuple[RowMap, ...]) -> tuple[RowMap, ...]:
+    """Return the maps of a cropped snapshot without the last slots, where no owner has a row in them.
+
+    A residual is coded by its slots: dead ones would take the place of rows that are to stay as they are.
+    """
+    if not snapshot.rows or snapshot.pairs:
+        return maps
+    live = torch.stack([part.live_BMW.any(1).any(0) for part in maps]).any(0)
+    used = int(live.nonzero().amax()) + 1 if bool(live.any()) else 0
+    return tuple(part.first(max(used, snapshot.rows[0].residual)) for part in maps)
 
 
 def refuse_untakeable(

@@ -152,11 +152,9 @@ class Decider:
         check_finite(self._finite)
         maps = (self._shared_map,) if self._shared_map is not None else tuple(self.maps[i] for i in range(num_layers))
         if self._composition.quantizes and self.is_final:
-            from .coded_again import without_dead_blocks  # not imported where rows stay as they are
+            from .coded_again import drop_dead_blocks  # not imported where rows stay as they are
 
-            self.rows, maps, self.states = without_dead_blocks(
-                len(self._pinned), self._coded_before, self.rows, maps, self.states
-            )
+            maps = drop_dead_blocks(self._coded_before, self.rows, maps, self.states)
         return {**stored_fields(self._merging, self.rows), "maps": maps}
 
     # -- score ------------------------------------------------------------------------------------------------------

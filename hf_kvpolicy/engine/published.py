@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,8 +22,25 @@ class RunStatistics:
     selections: int = 0
     # Row instances (over layers, owners and batch rows) dropped so far.
     rows_dropped: int = 0
-    # Highest bytes alive at once in any forward: published, unpublished and workspace.
+    # Highest bytes alive at once in any forward, and as its tokens are accepted: published, unpublished and workspace.
     transient_peak_bytes: int = 0
+
+    def published(self, dropped: int, alive: Sequence[Snapshot] = ()) -> RunStatistics:
+        """Return them after one more publication that dropped so many rows, in which these snapshots were alive."""
+        return replace(
+            self,
+            publications=self.publications + 1,
+            selections=self.selections + (dropped > 0),
+            rows_dropped=self.rows_dropped + dropped,
+            transient_peak_bytes=max(self.transient_peak_bytes, _bytes_of(alive)),
+        )
+
+
+def _bytes_of(alive: Sequence[Snapshot]) -> int:
+    """Return the bytes of all their buffers, and of the largest copy that reading a layer of them makes."""
+    tensors = {id(t): t.nbytes for each in alive for rows in each.buffers for t in rows.tensors()}
+    read_bytes = max((rows.view_bytes(each.width) for each in alive for rows in each.rows), default=0)
+    return sum(tensors.values()) + read_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +59,11 @@ class Visible:
 
     snapshot: Snapshot
     waiting: Waiting | None = None
+
+    @property
+    def snapshots(self) -> tuple[Snapshot, ...]:
+        """What is published, and what waits if anything does."""
+        return (self.snapshot,) if self.waiting is None else (self.snapshot, self.waiting.snapshot)
 
     @property
     def newest(self) -> Snapshot:

@@ -380,18 +380,14 @@ class Runtime(Exclusive):
     def _swap(
         self, transaction: Transaction, successor: Snapshot, *, dropped: int, waiting: Waiting | None = None
     ) -> None:
-        successor = successor if waiting is not None else with_due(self.composition, successor)
-        transaction.publish(self.snapshot.generations)
+        due = successor if waiting is not None else with_due(self.composition, successor)
+        # A forward has noted its own peak.
+        alive = () if self.step is not None and due is successor else (*self._visible.snapshots, successor, due)
         parent = self.snapshot.generations
+        transaction.publish(parent)
         # The one assignment that makes all layers' successors visible.
-        self._visible = Visible(successor, waiting)
+        self._visible = Visible(due, waiting)
         self.parent = parent
-        old = self.statistics
-        self.statistics = replace(
-            old,
-            publications=old.publications + 1,
-            selections=old.selections + (dropped > 0),
-            rows_dropped=old.rows_dropped + dropped,
-        )
+        self.statistics = self.statistics.published(dropped, alive)
         transaction.release()
         transaction.export()

@@ -75,6 +75,11 @@ class DenseRows:
         return 0
 
     @property
+    def residual(self) -> int:
+        """The first slot that is neither pinned nor coded."""
+        return 0 if self.pinned_keys_BSPD is None else self.pinned_keys_BSPD.shape[2]
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of all slots, live or not."""
         return self.keys_BSCD.shape[0] * self.keys_BSCD.shape[1] * self.capacity * self.row_bytes

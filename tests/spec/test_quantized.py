@@ -403,6 +403,27 @@ def test_crop_takes_back_what_came_after_the_last_block(name: str) -> None:
     cache.check_integrity()
 
 
+@pytest.mark.parametrize("name", ["snapkv", "random", "sliding_window", "streaming_llm", "adakv", "headkv", "zigzagkv"])
+@pytest.mark.parametrize("lengths", [(4,), (4, 2, 3)], ids=["alone", "padded"])
+@pytest.mark.parametrize("taken_back", [1, 3])
+def test_what_was_taken_back_takes_no_place_among_rows_that_stay_as_they_are(
+    name: str, lengths: tuple[int, ...], taken_back: int
+) -> None:
+    """A turn that was kept whole, or a token, and is cropped: rows are coded when they are without it."""
+    model = tiny("llama")
+    cache, never = (quantized(name, model, budget=64) for _ in range(2))
+    ids, mask = left_padded([prompt(length, seed=length) for length in lengths])
+    with torch.no_grad():
+        for each in (cache, never):
+            forward(model, ids, each, attention_mask=mask)
+        forward(model, prompt(taken_back, 1, rows=len(lengths)), cache)
+        cache.crop(-taken_back)
+        for step in range(3 * BLOCK):
+            fed = prompt(1, 20 + step, rows=len(lengths))
+            torch.testing.assert_close(forward(model, fed, cache), forward(model, fed, never), atol=1e-5, rtol=1e-4)
+    cache.check_integrity()
+
+
 def test_waiting_tokens_are_not_quantized() -> None:
     model = tiny("llama")
     cache = quantized("full", model)
@@ -546,3 +567,21 @@ def test_bytes_right_after_a_long_prompt(bits: str, head_dim: int, least: float)
     assert ledger.declared_bytes == ledger.measured_bytes == payload + maps + ledger.slack_bytes
     assert ledger.slack_bytes == owners * (2 * block - residual) * 2 * head_dim * 2
     assert full / (payload + maps) >= least
+
+
+@pytest.mark.parametrize("name", ["streaming_llm", "h2o"])
+def test_the_transient_peak_has_stores_that_are_made_while_others_live(name: str) -> None:
+    """Blocks made anew by a decode step, and accepted drafts: old and new stores, and one layer as it is read."""
+    model = tiny("llama", layers=4)
+    cache = quantized(name, model)
+    most = 0
+    with torch.no_grad():
+        forward(model, prompt(60), cache)
+        start = cache.ledger().transient_peak_bytes
+        for step in range(40):
+            before = {id(t): t for rows in rows_of(cache) for t in rows.tensors()}
+            accept(cache, model, 9, step)
+            after = {id(t): t for rows in rows_of(cache) for t in rows.tensors()}
+            most = max(most, sum(t.nbytes for t in (before | after).values()))
+            assert cache.ledger().transient_peak_bytes >= most
+    assert cache.ledger().transient_peak_bytes < 4 * max(start, most), "no peak is made up"
