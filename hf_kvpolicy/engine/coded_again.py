@@ -24,7 +24,7 @@ from ..representation.quantized import QuantizedRows
 from ..selection import Kept
 from ..storage import DenseRows, RowMap, gather_rows, stored_tensors
 from ..storage.coded import CodedRows, relaid, with_blocks
-from ..storage.coded_blocks import BlockLayout, laid_blocks, layouts_of, most_blocks, roomy_blocks
+from ..storage.coded_blocks import BlockLayout, laid_blocks, layouts_of, most_blocks, most_rows
 from ..storage.codes import CHANNEL_AXIS, ROW_AXIS, CodedTensor, in_blocks
 from .snapshot import Snapshot
 
@@ -103,8 +103,8 @@ def drop_dead_blocks(
     if not isinstance(first, CodedRows) or not before:
         return maps
     live = _live_in_blocks(maps, first)
-    limit = min(before // first.block_rows, most_blocks(live))
-    layouts = layouts_of(live, limit, joins_above=roomy_blocks(live))
+    most = most_blocks(most_rows(live), first.block_rows)
+    layouts = layouts_of(live, min(before // first.block_rows, most))
     if layouts is None:
         return maps
     sources = [
@@ -134,8 +134,7 @@ def renewed(rule: QuantizedRows, pinned: int, snapshot: Snapshot) -> Snapshot:
     codes = any(bool((part.live_BMW[:, :, start:].sum(-1) > block_rows).any()) for part in snapshot.maps)
     first, found = snapshot.rows[0], None
     if codes and isinstance(first, CodedRows):
-        live = _live_in_blocks(snapshot.maps, first)
-        found = layouts_of(live, first.key_blocks.blocks - 1, joins_above=roomy_blocks(live))
+        found = layouts_of(_live_in_blocks(snapshot.maps, first), first.key_blocks.blocks - 1)
     blocks: Sequence[BlockLayout | None] = [None] * len(snapshot.maps) if found is None else found
     layouts = [
         _layout(part, pinned, start, 0 if codes else block_rows, each)

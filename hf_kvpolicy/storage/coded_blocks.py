@@ -10,7 +10,7 @@ Letters: B batch rows, M map heads, S stored heads, N blocks, G rows of a block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .codes import CodedTensor
 
-__all__ = ["BlockLayout", "joined_blocks", "laid_blocks", "layouts_of", "most_blocks", "roomy_blocks"]
+__all__ = ["BlockLayout", "joined_blocks", "laid_blocks", "layouts_of", "most_blocks", "most_rows", "roomy_blocks"]
 
 # The blocks of one owner that lie in each of its new ones.
 _Groups = list[list[int]]
@@ -41,60 +41,61 @@ class BlockLayout:
         return self.source_BMNG.shape[2]
 
 
-def joined_blocks(blocks: Sequence[int], live: Sequence[int], block_rows: int) -> _Groups:
-    """Group blocks that are at most half live, the emptiest first, as long as one block holds a group's rows.
+def joined_blocks(live: Mapping[int, int], block_rows: int, allowed: int) -> _Groups:
+    """Group blocks that become one: only as many as it takes to have so many, the emptiest first.
+
+    Only blocks that are at most half live are grouped, as long as one block holds a group's rows.
 
     Args:
-        blocks: numbers of one owner's blocks.
-        live: the live rows of each block, by its number.
+        live: the live rows of one owner's blocks that have any, by their number.
+        allowed: blocks the owner may have.
     """
     groups: _Groups = []
-    room = 0
-    for block in sorted((b for b in blocks if live[b] <= block_rows // 2), key=lambda b: (live[b], b)):
+    room, surplus = 0, len(live) - allowed
+    for block in sorted((b for b, rows in live.items() if rows <= block_rows // 2), key=lambda b: (live[b], b)):
         if live[block] > room:
             groups.append([])
             room = block_rows
+        elif surplus > 0:
+            surplus -= 1
+        else:
+            break
         groups[-1].append(block)
         room -= live[block]
     return [group for group in groups if len(group) > 1]
 
 
-def layouts_of(live: Sequence[Tensor], limit: int, *, joins_above: int = 0) -> list[BlockLayout] | None:
+def roomy_blocks(rows: int, block_rows: int) -> int:
+    """Return how many blocks an owner of so many rows may have before any become one: one more than these fill.
+
+    With so many, a block of rows that stay for good and one whose rows die in order are left apart. Less where all but
+    one of its blocks are more than half live before that.
+    """
+    return min(most_blocks(rows, block_rows), -(-rows // block_rows) + 1)
+
+
+def most_blocks(rows: int, block_rows: int) -> int:
+    """Return the most blocks that so many rows may need where at most one of these is at most half live."""
+    return rows // (block_rows // 2 + 1) + 1
+
+
+def layouts_of(live: Sequence[Tensor], limit: int) -> list[BlockLayout] | None:
     """Return how the blocks of every map are laid anew; None where no owner could do with fewer of them.
 
     Args:
         live: of each map, which places of blocks hold a row, bool [B, M, N, G]; N is the same for all.
-        limit: as many blocks stay, or the fewest above it that some owner needs.
-        joins_above: so many blocks an owner may need before any of them become one.
+        limit: as many blocks stay, or the fewest above it that some owner needs or may have.
     """
-    groups = [_groups(live_BMNG, max(limit, joins_above)) for live_BMNG in live]
+    allowed = max(limit, roomy_blocks(most_rows(live), live[0].shape[3]))
+    groups = [_groups(live_BMNG, allowed) for live_BMNG in live]
     needed = max(limit, *(len(own) for of_map in groups for own in of_map))
     if needed >= live[0].shape[2]:
         return None
     return [_layout(live_BMNG, of_map, needed) for live_BMNG, of_map in zip(live, groups, strict=True)]
 
 
-def most_blocks(live: Sequence[Tensor]) -> int:
-    """Return how many blocks the owner with most rows may need where at most one of its blocks is at most half live.
-
-    Args:
-        live: as above.
-    """
-    return _most_rows(live) // (live[0].shape[3] // 2 + 1) + 1
-
-
-def roomy_blocks(live: Sequence[Tensor]) -> int:
-    """Return one block more than the owner with most rows fills, or `most_blocks` if these are fewer.
-
-    With so many, a block of rows that stay for good and one whose rows die in order are left apart.
-
-    Args:
-        live: as above.
-    """
-    return min(most_blocks(live), -(-_most_rows(live) // live[0].shape[3]) + 1)
-
-
-def _most_rows(live: Sequence[Tensor]) -> int:
+def most_rows(live: Sequence[Tensor]) -> int:
+    """Return the live rows in blocks of the owner with most, of all maps."""
     return max(int(live_BMNG.sum((-2, -1)).amax()) for live_BMNG in live)
 
 
@@ -118,19 +119,14 @@ def laid_blocks(blocks: CodedTensor, layout: BlockLayout) -> CodedTensor:
     return laid.of([part.index_put(at, new[0, 0]) for part, new in parts], has_voids=made.has_voids)
 
 
-def _groups(live_BMNG: Tensor, limit: int) -> list[_Groups]:
-    """Return what lies in each new block, for each owner of a map: of several old ones only above the limit."""
+def _groups(live_BMNG: Tensor, allowed: int) -> list[_Groups]:
+    """Return what lies in each new block, for each owner of a map."""
     block_rows, found = live_BMNG.shape[3], []
     for counts in live_BMNG.sum(-1).flatten(0, 1).tolist():
-        filled = [block for block, rows in enumerate(counts) if rows]
-        joined: _Groups = []
-        surplus = len(filled) - limit
-        for group in joined_blocks(filled, counts, block_rows) if surplus > 0 else []:
-            if surplus > 0:
-                joined.append(group[: surplus + 1])
-                surplus -= len(joined[-1]) - 1
+        live = {block: rows for block, rows in enumerate(counts) if rows}
+        joined = joined_blocks(live, block_rows, allowed)
         gone = {block for group in joined for block in group}
-        found.append([*([block] for block in filled if block not in gone), *joined])
+        found.append([*([block] for block in live if block not in gone), *joined])
     return found
 
 

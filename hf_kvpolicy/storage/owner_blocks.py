@@ -2,8 +2,8 @@
 
 Owner after owner has a number of blocks of its own in one tensor. A block is never written. A row that is dropped from
 one is no longer named (`places_C`); what was its place is slack until the block is left out, because none of its rows
-is named any more, or repacked: blocks of one owner that are at most half full become one again, whose rows are coded
-once more. So of an owner's blocks at most one is at most half full whenever its rows are coded.
+is named any more, or repacked: where an owner has over one block more than its rows fill, some that are at most half
+full become one again, whose rows are coded once more (`coded_blocks.py`).
 
 Letters: N blocks of all owners, G rows of a block, C coded slots of all owners, O owners (b * S + s), E blocks that are
 made of others, D head dimension.
@@ -18,7 +18,7 @@ from itertools import accumulate, chain, pairwise
 import torch
 from torch import Tensor
 
-from .coded_blocks import joined_blocks
+from .coded_blocks import joined_blocks, roomy_blocks
 from .codes import CodedTensor
 
 __all__ = ["OwnerBlocks"]
@@ -151,7 +151,7 @@ class OwnerBlocks:
         return found
 
     def _without_room(self, blocks_O: list[list[int]], live_C: Tensor, has_room: bool) -> OwnerBlocks:
-        """Return the blocks owner after owner, without those that no slot names, and with half full ones repacked.
+        """Return the blocks owner after owner, without those that no slot names, and with some repacked.
 
         Args:
             blocks_O: the blocks of each owner.
@@ -160,8 +160,9 @@ class OwnerBlocks:
         places, made = self.places(), self
         if has_room:
             named = torch.bincount(places // self.block_rows, minlength=self.keys.blocks).tolist()
-            blocks_O = [[block for block in own if named[block]] for own in blocks_O]
-            bins_O = [joined_blocks(own, named, self.block_rows) for own in blocks_O]
+            live_O = [{block: named[block] for block in own if named[block]} for own in blocks_O]
+            blocks_O = [list(own) for own in live_O]
+            bins_O = [self._joined(own) for own in live_O]
             joins = list(chain(*bins_O))
             if joins:
                 made, places = self._repacked(joins, live_C)
@@ -179,6 +180,10 @@ class OwnerBlocks:
         is_plain = not has_room or torch.equal(places, torch.arange(len(order) * rows, device=places.device))
         counts = tuple(len(own) for own in blocks_O)
         return replace(made._blocks(order), counts=counts, places_C=None if is_plain else places.int())
+
+    def _joined(self, live: dict[int, int]) -> list[list[int]]:
+        """Return which blocks of an owner become one, of the live rows in each."""
+        return joined_blocks(live, self.block_rows, roomy_blocks(sum(live.values()), self.block_rows))
 
     def _repacked(self, joins: list[list[int]], live_C: Tensor) -> tuple[OwnerBlocks, Tensor]:
         """Return these blocks and behind them one of the rows of each group of others; and where slots lie then."""

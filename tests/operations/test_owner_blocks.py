@@ -106,7 +106,9 @@ class Owners:
                 row.block = place // self.block
             first += blocks.counts[owner]
             assert 0 not in counts, "a block without a row is gone"
-            assert sum(count <= self.block // 2 for count in counts) <= 1, "blocks that fit together are one"
+            halves = sum(count <= self.block // 2 for count in counts)
+            filled = -(-sum(counts) // self.block)
+            assert halves <= 1 or len(counts) <= filled + 1, "blocks that fit together are one where there are many"
 
     def check(self) -> None:
         for owner, own in enumerate(self.held):
