@@ -90,12 +90,22 @@ def mask_function(name: str) -> Callable[..., Any]:
 
 
 def set_implementation(model: PreTrainedModel, name: str) -> bool:
-    """Ask the model to use an attention implementation; return whether it really took it.
+    """Ask the model to use an attention implementation; return whether it took it. Where it did not, nothing changed.
 
-    Some families only log and keep their own, so the config is read back.
+    Parts with configs of their own (vision, audio) keep theirs. Some families only log and keep what they have, so the
+    config is read back.
     """
-    model.set_attn_implementation(name)
-    return bool(model.config._attn_implementation == name)
+    configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    before = [(config, config._attn_implementation_internal) for config in configs]
+    taken = False
+    try:
+        model.set_attn_implementation({"": name})
+        taken = bool(model.config._attn_implementation == name)
+    finally:
+        if not taken:
+            for config, implementation in before:
+                config._attn_implementation_internal = implementation
+    return taken
 
 
 def is_plain_causal(function: Callable[..., Any]) -> bool:
