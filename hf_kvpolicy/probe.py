@@ -16,14 +16,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .backends import backend_of, registered_name, run_stock
-from .compat import NotedCache, cache_argument, register_attention, set_implementation
+from .compat import NotedCache, cache_argument, leaving_no_hooks, register_attention, set_implementation
 from .errors import BackendAdmissionError, UnsupportedModelError
 from .geometry import CacheGeometry
 from .masks import MaskRecord
@@ -111,7 +110,7 @@ def probe_finding(model: Any, geometry: CacheGeometry) -> str | None:
     before = str(model.config._attn_implementation)
     ids = (torch.arange(PROBE_TOKENS, device=computing_device(model)) * 7 + 3)[None] % int(model.config.vocab_size)
     try:
-        with _named(model, "eager"):
+        with leaving_no_hooks(model), _named(model, "eager"):
             wanted = model(ids, use_cache=False, output_attentions=True).attentions
         found = _noted(model, geometry, before, ids)
     except (UnsupportedModelError, BackendAdmissionError) as error:
@@ -127,7 +126,7 @@ def _noted(model: Any, geometry: CacheGeometry, before: str, ids: Tensor) -> dic
     backend = backend_of(registered_name(before))
     assert backend is not None, "a registered name has a backend behind it"
     run = _Run(backend=backend, geometry=geometry, cache=NotedCache(config=model.config))
-    register_attention(_NAME, _attend, partial(_mask, backend))
+    register_attention(_NAME, _attend, _mask)
     token = _RUN.set(run)
     try:
         with _named(model, _NAME):
@@ -224,8 +223,10 @@ def _scale(value: Tensor) -> float:
     return max(1.0, float(value.abs().max()))
 
 
-def _mask(backend: str, **arguments: Any) -> MaskRecord:
-    return MaskRecord(backend, arguments)
+def _mask(**arguments: Any) -> MaskRecord:
+    run = _RUN.get()
+    assert run is not None, "only a probe uses this name"
+    return MaskRecord(run.backend, arguments)
 
 
 @contextmanager

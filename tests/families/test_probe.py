@@ -88,13 +88,20 @@ def test_a_class_and_config_are_checked_once_on_a_model_that_stays_as_it_was() -
     calls = []
     for each in (model, again, other):
         each.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    before = [(sorted(vars(module)), dict(module._forward_hooks)) for module in model.modules()]
     kv.attach(model)
     assert len(calls) == 3
     assert attached_backend(model) == "sdpa"
     kv.detach(model)
     assert model.config._attn_implementation == "sdpa"
+    # transformers hooks every layer to return attention weights, which only the check asked for.
+    assert [(sorted(vars(module)), dict(module._forward_hooks)) for module in model.modules()] == before
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        assert len(model(prompt(5), output_attentions=True).attentions) == 4
+    calls.clear()
     kv.attach(again)
-    assert len(calls) == 3
+    assert not calls
     # A cache from the config alone is served once a model of it was checked.
     assert kv.SnapKVCache(model.config, budget=64).policy_layers == (0, 1, 2, 3)
 
@@ -108,7 +115,7 @@ def test_what_does_not_pass_is_refused_with_the_finding(oddity: str) -> None:
     ):
         kv.SnapKVCache(model, budget=8, window=3)
     assert model.config._attn_implementation == before
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     with torch.no_grad():
         assert model(prompt(5)).logits.isfinite().all()
 
