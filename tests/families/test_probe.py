@@ -36,6 +36,7 @@ UNKNOWN: dict[str, dict[str, Any]] = {
     "granite": {"attention_multiplier": 0.4, "num_key_value_heads": 2},
     "starcoder2": {"num_key_value_heads": 2, "sliding_window": None},
     "phi": {"partial_rotary_factor": 0.5},
+    "modernbert-decoder": {"local_attention": 2 * WINDOW_TOKENS, "global_attn_every_n_layers": 2, "cls_token_id": 1},
 }
 
 
