@@ -9,9 +9,9 @@ all can be read back from the model itself, so nothing is remembered elsewhere a
 from __future__ import annotations
 
 import inspect
-import os
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from types import MethodType
 from typing import Any, TypeVar, cast
@@ -30,16 +30,25 @@ from .geometry import CacheGeometry, text_config
 from .graphs import outside_graphs
 from .layers import NOT_ATTACHED
 from .own_attention import bind, bound_backend, unbind
-from .probe import PROBE_TOKENS, probe_finding
+from .probe import PROBE_TOKENS, bringing, probe_finding, refuse_unchecked
 from .pruning import stop_pruning
-from .registry import ModelPatch, methods_of, model_patch, remember_probed, supported_model_types
+from .registry import (
+    PROBED,
+    UNPROVEN,
+    ModelPatch,
+    methods_of,
+    model_patch,
+    remember_probed,
+    skips_check,
+    supported_model_types,
+)
 from .unsupported import unsupported_because
 
 __all__ = ["attach", "attached_backend", "attention_carrier", "detach", "family_of", "model_and_config", "unwrap"]
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
-# Classes and configs of models without a patch that were checked, or are served unproven.
-_CHECKED: set[tuple[str, str, str]] = set()
+# Classes and configs of models without a patch that were checked, or are served unproven, and what serves them.
+_CHECKED: dict[tuple[str, str, str], ModelPatch] = {}
 
 
 def attach(model: _Model, backend: str | None = None) -> _Model:
@@ -69,33 +78,53 @@ def attach(model: _Model, backend: str | None = None) -> _Model:
         from .repeating import refuse_unrepeatable  # no other checkpoint needs it
 
         refuse_unrepeatable(patch, decoder)
+    methods = {name: function for name, function in patch.methods(inner.config).items() if hasattr(inner, name)}
+    _refuse_replaced(inner, methods)
+    has_states = bool(CacheGeometry.from_config(decoder.config).state_layers)
+    # All that can be refused is by now, but for what takes the backend as a whole or not at all.
     if own is not None:
         bind(own, BACKENDS[name])
-    elif before not in (name, BACKENDS[name]) and not model_supports(named, BACKENDS[name]):
-        raise BackendAdmissionError(
-            f"{type(named).__name__} does not run under {BACKENDS[name]!r} in transformers, which lacks something that "
-            'its attention does (a cap on logits, attention sinks, ...). Call attach(model, backend="eager").'
-        )
-    elif before != name and not set_implementation(named, name):
-        raise UnsupportedModelError(
-            f"{type(named).__name__} keeps its own attention implementation ({named.config._attn_implementation!r}); "
-            "it does not run through transformers' attention interface."
-        )
     else:
-        stock_attention(BACKENDS[name], patch.attention(decoder))
+        _take_backend(named, name, patch.attention(decoder))
     if repeats:
         from .repeating import repeat_layers
 
         repeat_layers(decoder, BACKENDS[name])
-    for module, hook in _places(inner, decoder):
-        if not _hooks(module, hook):
-            module.register_forward_pre_hook(hook, with_kwargs=True)
-    if CacheGeometry.from_config(decoder.config).state_layers and _after_forward not in decoder._forward_hooks.values():
-        decoder.register_forward_hook(_after_forward)
-    for method, function in patch.methods(inner.config).items():
-        if hasattr(inner, method):
-            setattr(inner, method, MethodType(function, inner))
+    _hook(decoder, _before_forward, _after_forward if has_states else None)
+    if inner is not decoder:
+        _hook(inner, _before_call, _after_call)
+    for method, function in methods.items():
+        setattr(inner, method, MethodType(function, inner))
     return model
+
+
+def _take_backend(named: PreTrainedModel, name: str, attention: torch.nn.Module) -> None:
+    """Name an implementation of ours in the config of a model that calls the interface, or change nothing."""
+    before, backend = str(named.config._attn_implementation), BACKENDS[name]
+    if before not in (name, backend) and not model_supports(named, backend):
+        raise BackendAdmissionError(
+            f"{type(named).__name__} does not run under {backend!r} in transformers, which lacks something that "
+            'its attention does (a cap on logits, attention sinks, ...). Call attach(model, backend="eager").'
+        )
+    stock_attention(backend, attention)
+    if before != name and not set_implementation(named, name):
+        raise UnsupportedModelError(
+            f"{type(named).__name__} keeps its own attention implementation ({before!r}); it does not run through "
+            "transformers' attention interface."
+        )
+
+
+def _refuse_replaced(model: PreTrainedModel, methods: Mapping[str, Callable[..., Any]]) -> None:
+    """Refuse a model on which somebody else set one of the methods that its family's patch sets."""
+    for name, function in methods.items():
+        found = vars(model).get(name)
+        # Unpickling binds the class's own on the instance in the place of ours.
+        if found is not None and getattr(found, "__func__", None) not in (function, getattr(type(model), name)):
+            raise UnsupportedModelError(
+                f"The method {name!r} of this {type(model).__name__} was replaced on the instance, where attaching "
+                "would put one of its own, so that yours would be lost. Undo that first (del "
+                f"model.{name}), or override it in a subclass."
+            )
 
 
 def family_of(model: PreTrainedModel) -> ModelPatch:
@@ -109,20 +138,21 @@ def family_of(model: PreTrainedModel) -> ModelPatch:
     if kind in supported_model_types() or unsupported_because(config) is not None:
         return model_patch(config)
     asked = (type(model).__module__, type(model).__qualname__, config_digest(config))
-    if asked not in _CHECKED:
-        remember_probed(config, _proof(model, kind))
-        _CHECKED.add(asked)
-    return model_patch(config)
+    found = _CHECKED.get(asked)
+    # What is served by the user's word is checked once that is taken back.
+    if found is None or (found.proof != PROBED and not skips_check()):
+        found = _CHECKED[asked] = remember_probed(config, _proof(model, kind))
+    return found
 
 
 def _proof(model: PreTrainedModel, kind: str) -> str:
-    if os.environ.get("KVPOLICY_PROBE") == "0":
+    if skips_check():
         warnings.warn(
             f"The model family {kind!r} has no patch and was not checked (KVPOLICY_PROBE=0); manifests of its caches "
             "say that it is unproven.",
             stacklevel=4,
         )
-        return "unproven"
+        return UNPROVEN
     if CacheGeometry.from_config(model.config).state_layers:
         raise UnsupportedModelError(
             f"The model family {kind!r} is not supported: it has no patch, and what its linear-attention layers do "
@@ -136,7 +166,7 @@ def _proof(model: PreTrainedModel, kind: str) -> str:
             f"this model says that it {finding}. Supported families: {', '.join(supported_model_types())}. "
             "KVPOLICY_PROBE=0 skips the check, at your own risk."
         )
-    return "probed"
+    return PROBED
 
 
 def detach(model: _Model) -> _Model:
@@ -147,12 +177,7 @@ def detach(model: _Model) -> _Model:
     """
     inner = unwrap(model)
     for module in inner.modules():
-        for hook in (_before_call, _before_forward):
-            for key in _hooks(module, hook):
-                del module._forward_pre_hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
-        for key in [key for key, hook in module._forward_hooks.items() if hook is _after_forward]:
-            del module._forward_hooks[key]
+        _unhook(module)
     for method, function in methods_of(inner.config).items():
         if getattr(vars(inner).get(method), "__func__", None) is function:
             delattr(inner, method)
@@ -210,13 +235,23 @@ def model_and_config(given: Any) -> tuple[Any, Any]:
     return model, config
 
 
-def _places(model: torch.nn.Module, decoder: torch.nn.Module) -> list[tuple[torch.nn.Module, Callable[..., Any]]]:
-    outer = [] if model is decoder else [(model, _before_call)]
-    return [*outer, (decoder, _before_forward)]
+def _hook(module: torch.nn.Module, before: Callable[..., Any], after: Callable[..., Any] | None) -> None:
+    """Register hooks around a module's forward, where they are not yet."""
+    if before not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(before, with_kwargs=True)
+    if after is not None and after not in module._forward_hooks.values():
+        # A call that dies must be forgotten too; a forward that dies ends at the next one, or a rollback.
+        module.register_forward_hook(after, always_call=after is _after_call)
 
 
-def _hooks(module: torch.nn.Module, wanted: Callable[..., Any]) -> list[int]:
-    return [key for key, hook in module._forward_pre_hooks.items() if hook is wanted]
+def _unhook(module: torch.nn.Module) -> None:
+    """Remove our hooks."""
+    for key in [key for key, hook in module._forward_pre_hooks.items() if hook in (_before_call, _before_forward)]:
+        del module._forward_pre_hooks[key]
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+    for key in [key for key, hook in module._forward_hooks.items() if hook in (_after_call, _after_forward)]:
+        del module._forward_hooks[key]
+        module._forward_hooks_always_called.pop(key, None)
 
 
 @lru_cache(maxsize=32)
@@ -233,16 +268,28 @@ def _arguments(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 @outside_graphs
 def _before_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note what the outer model will read of its decoder's output."""
+    """Note what the outer model brings and will read of its decoder's output, if its call carries a policy cache."""
     arguments = _arguments(module, args, kwargs)
+    cache = cache_of_call(arguments)
+    if not isinstance(cache, PolicyCache):
+        READER.set(None)
+        return
     chooses = "logits_to_keep" in _parameters(type(module).forward)
     READER.set(
         Reader(
+            cache=weakref.ref(cache),
             has_labels=arguments.get("labels") is not None,
             logits_to_keep=arguments.get("logits_to_keep", 0) if chooses else None,
             input_ids=arguments.get("input_ids"),
+            brings=bringing(arguments),
         )
     )
+
+
+@outside_graphs
+def _after_call(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Forget a call that ended, or died, before its decoder ran."""
+    READER.set(None)
 
 
 @outside_graphs
@@ -250,14 +297,17 @@ def _before_forward(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Tie this forward to its cache, or to none."""
-    reader = take_reader()
     arguments = _arguments(module, args, kwargs)
-    cache = cache_of_call(arguments)
-    if not isinstance(cache, PolicyCache):
+    given = cache_of_call(arguments)
+    cache = given if isinstance(given, PolicyCache) else None
+    reader = take_reader(cache)
+    if cache is None:
         enter_forward(None)
         return None
     if attached_backend(module) is None:  # another implementation was chosen since
         raise ConfigError(NOT_ATTACHED)
+    if cache.family.proof == PROBED:
+        refuse_unchecked(bringing(arguments) | (reader.brings if reader is not None else frozenset()))
     enter_forward(cache)
     cache.begin_forward(cast(PreTrainedModel, module), arguments, reader)
     return None

@@ -227,9 +227,9 @@ class PolicyCache(ForeignAccess, Cache):  # type: ignore[misc]
         return self._geometry
 
     @property
-    def model_attends_itself(self) -> bool:
-        """Whether this family's attention is no function of transformers, but bound forwards (`own_attention`)."""
-        return self._patch.attends_itself
+    def family(self) -> ModelPatch:
+        """What serves this model's family."""
+        return self._patch
 
     @property
     def composition(self) -> Composition:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
+import torch
 import transformers
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
@@ -26,6 +28,7 @@ __all__ = [
     "cache_of_call",
     "holds_states",
     "is_plain_causal",
+    "leaving_no_hooks",
     "mask_function",
     "mask_rule",
     "model_supports",
@@ -37,6 +40,8 @@ __all__ = [
 
 # Keyword of the cache in forward and generate: `cache` from 5.23 on, `past_key_values` before.
 CACHE_NAMES = ("cache", "past_key_values")
+# What transformers sets on a model when it hooks its layers to collect their outputs.
+_COLLECTS = "_output_capturing_hooks_installed"
 
 
 @lru_cache(maxsize=1)
@@ -90,12 +95,36 @@ def mask_function(name: str) -> Callable[..., Any]:
 
 
 def set_implementation(model: PreTrainedModel, name: str) -> bool:
-    """Ask the model to use an attention implementation; return whether it really took it.
+    """Ask the model to use an attention implementation; return whether it took it. Where it did not, nothing changed.
 
-    Some families only log and keep their own, so the config is read back.
+    Parts with configs of their own (vision, audio) keep theirs. Some families only log and keep what they have, so the
+    config is read back.
     """
-    model.set_attn_implementation(name)
-    return bool(model.config._attn_implementation == name)
+    configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    before = [(config, config._attn_implementation_internal) for config in configs]
+    taken = False
+    try:
+        model.set_attn_implementation({"": name})
+        taken = bool(model.config._attn_implementation == name)
+    finally:
+        if not taken:
+            for config, implementation in before:
+                config._attn_implementation_internal = implementation
+    return taken
+
+
+@contextmanager
+def leaving_no_hooks(model: torch.nn.Module) -> Iterator[None]:
+    """Remove the hooks that transformers puts on layers, for good, where a first call asks for attention weights."""
+    before = [(part, set(part._forward_hooks), _COLLECTS in vars(part)) for part in model.modules()]
+    try:
+        yield
+    finally:
+        for part, hooks, collects in before:
+            for key in set(part._forward_hooks) - hooks:
+                del part._forward_hooks[key]
+            if not collects:
+                vars(part).pop(_COLLECTS, None)
 
 
 def is_plain_causal(function: Callable[..., Any]) -> bool:

@@ -57,23 +57,27 @@ STEP: ContextVar[LayerStep | None] = ContextVar("hf_kvpolicy_step", default=None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """What the outer model's call reads of the decoder's output."""
+    """The outer model's call around a decoder's forward, and what it reads of that one's output."""
 
+    # The policy cache it was given: a forward with another one is none of this call's.
+    cache: weakref.ref[PolicyCache]
     has_labels: bool
     # As the call gives it; 0 is every position. None for a call whose head does not choose.
     logits_to_keep: Any
     # The call's tokens, which a decoder behind images is given as embeddings.
     input_ids: Tensor | None = None
+    # The names of its arguments that hold tensors.
+    brings: frozenset[str] = frozenset()
 
 
 READER: ContextVar[Reader | None] = ContextVar("hf_kvpolicy_reader", default=None)
 
 
-def take_reader() -> Reader | None:
-    """Return who calls the decoder, once; None where nobody does."""
+def take_reader(cache: PolicyCache | None) -> Reader | None:
+    """Return who calls the decoder with this cache, once; None where nobody does."""
     found = READER.get()
     READER.set(None)
-    return found
+    return found if found is not None and found.cache() is cache else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -66,6 +66,18 @@ class BoundForward:
         raise NotImplementedError
 
 
+class _Placed:
+    """A forward of ours on one module; unlike a method, it can be pickled with it."""
+
+    def __init__(self, forward: BoundForward, module: torch.nn.Module) -> None:
+        self.forward = forward
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run."""
+        return self.forward(self.module, *args, **kwargs)
+
+
 class _AttendingForward(BoundForward):
     """One family's forward over one backend."""
 
@@ -119,7 +131,7 @@ def place(module: torch.nn.Module, forward: BoundForward) -> None:
     """Put a forward of ours on an instance, where none of its backend is yet."""
     bound = _bound(module)
     if bound is None or bound.backend != forward.backend:
-        setattr(module, _slot(module), MethodType(forward, module))
+        setattr(module, _slot(module), _Placed(forward, module))
 
 
 def unbind(modules: Iterable[torch.nn.Module]) -> None:
@@ -145,8 +157,8 @@ def _slot(module: torch.nn.Module) -> str:
 
 
 def _bound(module: torch.nn.Module) -> BoundForward | None:
-    found = getattr(module.__dict__.get(_slot(module)), "__func__", None)
-    return found if isinstance(found, BoundForward) else None
+    found = module.__dict__.get(_slot(module))
+    return found.forward if isinstance(found, _Placed) else None
 
 
 def _attend(

@@ -12,29 +12,42 @@ Letters: B batch rows, H KV heads, Q query heads, T queries, N rows, D head dime
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .backends import backend_of, registered_name, run_stock
-from .compat import NotedCache, cache_argument, register_attention, set_implementation
+from .compat import NotedCache, cache_argument, leaving_no_hooks, register_attention, set_implementation
 from .errors import BackendAdmissionError, UnsupportedModelError
 from .geometry import CacheGeometry
 from .masks import MaskRecord
 from .weighting import Weighting
 from .weights import computing_device
 
-__all__ = ["PROBE_TOKENS", "probe_finding"]
+__all__ = ["PROBE_TOKENS", "bringing", "probe_finding", "refuse_unchecked"]
 
 PROBE_TOKENS = 16
 _FIRST_TOKENS = 10  # fed before the others, so that cached keys are read again
 _NAME = "kvpolicy_probe"
+# What a forward of text may bring as tensors.
+_TEXT = frozenset(
+    {
+        "attention_mask",
+        "cache_position",
+        "input_ids",
+        "inputs_embeds",
+        "labels",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "position_ids",
+        "shift_labels",
+    }
+)
 # Largest difference of a weight: softmax in the model's dtype, and its products.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
 _COARSE_TOLERANCE = 3e-2
@@ -58,6 +71,34 @@ class _Run:
 _RUN: ContextVar[_Run | None] = ContextVar("hf_kvpolicy_probe", default=None)
 
 
+def bringing(arguments: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of a call's arguments that hold tensors."""
+    return frozenset(name for name, value in arguments.items() if _holds_tensor(value))
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return any(_holds_tensor(part) for part in parts)
+
+
+def refuse_unchecked(names: Iterable[str]) -> None:
+    """Refuse a forward of a model that was checked on text alone, which brings something else too.
+
+    Raises:
+        UnsupportedModelError: one of the arguments that hold tensors is none of a text's.
+    """
+    other = sorted(set(names) - _TEXT)
+    if other:
+        raise UnsupportedModelError(
+            f"This forward brings {', '.join(other)}, but this model's family has no patch, and it was checked on text "
+            "alone: nothing shows where what these hold (images, sound, kinds of tokens) stands among rows, and which "
+            "rows see it. Feed text alone, use transformers' own cache, or add a patch (CONTRIBUTING.md). "
+            "KVPOLICY_PROBE=0, set before the model is first attached, serves it unchecked, at your own risk."
+        )
+
+
 @torch.no_grad()
 def probe_finding(model: Any, geometry: CacheGeometry) -> str | None:
     """Return what keeps a model from being served, as a clause; None where nothing was found.
@@ -69,7 +110,7 @@ def probe_finding(model: Any, geometry: CacheGeometry) -> str | None:
     before = str(model.config._attn_implementation)
     ids = (torch.arange(PROBE_TOKENS, device=computing_device(model)) * 7 + 3)[None] % int(model.config.vocab_size)
     try:
-        with _named(model, "eager"):
+        with leaving_no_hooks(model), _named(model, "eager"):
             wanted = model(ids, use_cache=False, output_attentions=True).attentions
         found = _noted(model, geometry, before, ids)
     except (UnsupportedModelError, BackendAdmissionError) as error:
@@ -85,7 +126,7 @@ def _noted(model: Any, geometry: CacheGeometry, before: str, ids: Tensor) -> dic
     backend = backend_of(registered_name(before))
     assert backend is not None, "a registered name has a backend behind it"
     run = _Run(backend=backend, geometry=geometry, cache=NotedCache(config=model.config))
-    register_attention(_NAME, _attend, partial(_mask, backend))
+    register_attention(_NAME, _attend, _mask)
     token = _RUN.set(run)
     try:
         with _named(model, _NAME):
@@ -182,8 +223,10 @@ def _scale(value: Tensor) -> float:
     return max(1.0, float(value.abs().max()))
 
 
-def _mask(backend: str, **arguments: Any) -> MaskRecord:
-    return MaskRecord(backend, arguments)
+def _mask(**arguments: Any) -> MaskRecord:
+    run = _RUN.get()
+    assert run is not None, "only a probe uses this name"
+    return MaskRecord(run.backend, arguments)
 
 
 @contextmanager

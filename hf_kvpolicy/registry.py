@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import entry_points
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from .positions import AlibiSpec, RotarySpec
 
 __all__ = [
+    "PROBED",
+    "UNPROVEN",
     "ModelPatch",
     "available_policies",
     "check_options",
@@ -40,8 +43,13 @@ __all__ = [
     "register_model_patch",
     "register_policy",
     "remember_probed",
+    "skips_check",
     "supported_model_types",
 ]
+
+
+# Of a family without a patch: that a loaded model was checked, or that the user had the check skipped.
+PROBED, UNPROVEN = "probed", "unproven"
 
 
 class ModelPatch(Protocol):
@@ -75,7 +83,7 @@ class ModelPatch(Protocol):
         ...
 
     def methods(self, config: Any) -> Mapping[str, Callable[..., Any]]:
-        """Return methods that `attach` sets on the model itself and `detach` removes."""
+        """Return methods that `attach` sets on the model itself and `detach` removes: the same functions every time."""
         ...
 
     def check(self, config: Any) -> None:
@@ -258,10 +266,21 @@ def supported_model_types() -> tuple[str, ...]:
     return tuple(sorted(_PATCHES))
 
 
-def remember_probed(config: Any, proof: str) -> None:
-    """Let models of this config be served by what was checked on one of them."""
+def skips_check() -> bool:
+    """Whether the user asks for models of families without a patch to be served unchecked, as long as it says so."""
+    return os.environ.get("KVPOLICY_PROBE") == "0"
+
+
+def remember_probed(config: Any, proof: str) -> ModelPatch:
+    """Let models of this config be served by what was checked on one of them, or by the user's word; return it."""
     _load("hf_kvpolicy.model_patches")
-    _PROBED[config_digest(config)] = _FALLBACK[-1](proof)
+    patch = _PROBED[config_digest(config)] = _FALLBACK[-1](proof)
+    return patch
+
+
+def _remembered(config: Any) -> ModelPatch | None:
+    found = _PROBED.get(config_digest(config))
+    return None if found is None or (found.proof == UNPROVEN and not skips_check()) else found
 
 
 def model_patch(config: Any) -> ModelPatch:
@@ -277,7 +296,7 @@ def model_patch(config: Any) -> ModelPatch:
     reason = unsupported_because(text_config(config) if model_type in _PATCHES else config)
     if reason is not None:
         raise UnsupportedModelError(f"{model_type!r} {reason}. Supported families: {', '.join(supported)}.")
-    patch = _PATCHES.get(model_type) or _PROBED.get(config_digest(config))
+    patch = _PATCHES.get(model_type) or _remembered(config)
     if patch is None:
         raise UnsupportedModelError(
             f"The model family {model_type!r} is not supported. Supported families: {', '.join(supported)}. "
@@ -291,7 +310,7 @@ def model_patch(config: Any) -> ModelPatch:
 def methods_of(config: Any) -> Mapping[str, Callable[..., Any]]:
     """Return the methods that attaching sets on a model, whatever became of its config since."""
     _load("hf_kvpolicy.model_patches")
-    patch = _PATCHES.get(str(config.model_type)) or _FALLBACK[-1]("unproven")
+    patch = _PATCHES.get(str(config.model_type)) or _FALLBACK[-1](UNPROVEN)
     return patch.methods(config)
 
 

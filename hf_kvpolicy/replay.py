@@ -12,6 +12,7 @@ Letters: B batch rows, T tokens, Q query heads, H KV heads, D head dimension, V 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -31,7 +32,6 @@ from .errors import ConfigError, UnsupportedModelError
 from .frame import STEP, Reader, enter_forward, leave_forward
 from .geometry import text_config
 from .masks import MaskRecord
-from .registry import model_patch
 
 __all__ = ["CapturedPrompt", "can_replay", "capture_prompt", "replay_prompt"]
 
@@ -105,7 +105,7 @@ def can_replay(cache: Any) -> bool:
     """Whether a cache is empty, its policy leaves a prompt's forward alone, and attention tells all of its model."""
     if not isinstance(cache, PolicyCache) or cache.is_initialized or cache.is_recording_past():
         return False
-    if cache.model_attends_itself or cache.geometry.state_layers:
+    if cache.family.attends_itself or cache.geometry.state_layers:
         return False
     return not cache.composition.changes_forward
 
@@ -123,11 +123,11 @@ def replay_prompt(cache: PolicyCache, model: Any, prompt: CapturedPrompt) -> Non
             "records drafts, prunes hidden states or merges tokens. Run the prompt through the model instead."
         )
     inner = unwrap(model)
-    decoder: Any = model_patch(inner.config).decoder(inner)
+    decoder: Any = cache.family.decoder(inner)
     enter_forward(cache)
     try:
         arguments = {**prompt.arguments, cache_argument(): cache, "use_cache": True}
-        cache.begin_forward(decoder, arguments, Reader(has_labels=False, logits_to_keep=1))
+        cache.begin_forward(decoder, arguments, Reader(cache=weakref.ref(cache), has_labels=False, logits_to_keep=1))
         with sharing(prompt.evidence):
             for index, layer in enumerate(prompt.layers):
                 cache.update(layer.keys_BHTD, layer.values_BHTD, index)

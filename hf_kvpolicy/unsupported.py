@@ -8,6 +8,23 @@ from .geometry import NAME_BRANCHING_MODEL_TYPES, NO_ATTENTION, STATE_LAYERS, te
 
 __all__ = ["unsupported_because"]
 
+# What a config says once for all layers here, where transformers lets it vary by layer.
+_OF_ALL_LAYERS = frozenset(
+    {
+        "attention_chunk_size",
+        "head_dim",
+        "hidden_size",
+        "kv_lora_rank",
+        "layer_types",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "num_kv_shared_layers",
+        "sliding_window",
+        "use_sliding_window",
+        "v_head_dim",
+    }
+)
+
 # What `layer_types` may name: full attention is compressed, everything else is left to transformers.
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"} | STATE_LAYERS | NO_ATTENTION
 
@@ -35,6 +52,12 @@ def unsupported_because(config: Any) -> str | None:
         return (
             "is not supported: its code compares the attention implementation with fixed names, and would take another "
             "path under ours"
+        )
+    varying = sorted(_OF_ALL_LAYERS & set(getattr(config, "per_layer_attributes", None) or ()))
+    if varying:
+        return (
+            f"has layers that differ in {', '.join(varying)} (per_layer_config); a policy cache stores rows of one "
+            "shape in every layer"
         )
     if getattr(config, "kv_lora_rank", None):
         return (

@@ -38,7 +38,9 @@ class InterfacePatch:
 
     def decoder(self, model: PreTrainedModel) -> torch.nn.Module:
         """Return the module whose forward receives the cache."""
-        inner: torch.nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model
+        named: torch.nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model
+        # Some heads are called `decoder`.
+        inner: torch.nn.Module = named if isinstance(named, PreTrainedModel) else model.base_model
         return inner
 
     def decoder_layers(self, decoder: torch.nn.Module) -> Sequence[torch.nn.Module]:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..attach import attached_backend, detach, unwrap
+from ..attach import attached_backend, detach, family_of, unwrap
 from ..cache import PolicyCache
 from ..compat import stock_layers, transformers_version
 from ..config import policy_options
@@ -23,7 +23,7 @@ from ..errors import CheckpointAdmissionError, ConfigError, IntegrityError, Mani
 from ..fingerprint import checkpoint_fingerprint
 from ..geometry import CacheGeometry
 from ..records import Identity
-from ..registry import model_patch, policy_class
+from ..registry import policy_class
 from ..storage import stored_tensors
 from ..weights import computing_device
 from .codec import decode
@@ -44,7 +44,7 @@ def load_cache(directory: str | os.PathLike[str], model: torch.nn.Module) -> Pol
     place, inner = Path(directory), unwrap(model)
     record = _read_record(place)
     try:
-        decoder = model_patch(inner.config).decoder(inner)
+        decoder = family_of(inner).decoder(inner)
         _admit_policy(record)
         _admit_model(record, decoder)
         tensors = _read_tensors(place, record)

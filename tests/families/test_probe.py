@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from helpers import (
+    CACHE,
     TINY_DECODER,
     VOCAB,
     WINDOW_TOKENS,
@@ -33,6 +36,7 @@ UNKNOWN: dict[str, dict[str, Any]] = {
     "granite": {"attention_multiplier": 0.4, "num_key_value_heads": 2},
     "starcoder2": {"num_key_value_heads": 2, "sliding_window": None},
     "phi": {"partial_rotary_factor": 0.5},
+    "modernbert-decoder": {"local_attention": 2 * WINDOW_TOKENS, "global_attn_every_n_layers": 2, "cls_token_id": 1},
 }
 
 
@@ -85,13 +89,20 @@ def test_a_class_and_config_are_checked_once_on_a_model_that_stays_as_it_was() -
     calls = []
     for each in (model, again, other):
         each.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    before = [(sorted(vars(module)), dict(module._forward_hooks)) for module in model.modules()]
     kv.attach(model)
     assert len(calls) == 3
     assert attached_backend(model) == "sdpa"
     kv.detach(model)
     assert model.config._attn_implementation == "sdpa"
+    # transformers hooks every layer to return attention weights, which only the check asked for.
+    assert [(sorted(vars(module)), dict(module._forward_hooks)) for module in model.modules()] == before
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        assert len(model(prompt(5), output_attentions=True).attentions) == 4
+    calls.clear()
     kv.attach(again)
-    assert len(calls) == 3
+    assert not calls
     # A cache from the config alone is served once a model of it was checked.
     assert kv.SnapKVCache(model.config, budget=64).policy_layers == (0, 1, 2, 3)
 
@@ -105,7 +116,7 @@ def test_what_does_not_pass_is_refused_with_the_finding(oddity: str) -> None:
     ):
         kv.SnapKVCache(model, budget=8, window=3)
     assert model.config._attn_implementation == before
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     with torch.no_grad():
         assert model(prompt(5)).logits.isfinite().all()
 
@@ -130,6 +141,82 @@ def test_the_check_can_be_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         forward(model, prompt(20), cache)
     assert cache.manifest.selection_contract.options["model_family"] == "unproven"
+
+
+def test_a_skipped_check_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPOLICY_PROBE", "0")
+    models = []
+    for model in (odd("louder"), unknown("granite", hidden=72)):
+        model.config.rms_norm_eps = 3e-5
+        with pytest.warns(UserWarning, match="unproven"):
+            kv.attach(model)
+        kv.SnapKVCache(model.config, budget=8, window=3)
+        models.append(model)
+    monkeypatch.delenv("KVPOLICY_PROBE")
+    for model in models:
+        with pytest.raises(kv.UnsupportedModelError, match="give the model instead of its config"):
+            kv.SnapKVCache(model.config, budget=8, window=3)
+    with pytest.raises(kv.UnsupportedModelError, match="something else than weights times values"):
+        kv.attach(models[0])
+    assert proof_of(kv.SnapKVCache(models[1], budget=8, window=3), models[1]) == "probed"
+    monkeypatch.setenv("KVPOLICY_PROBE", "0")
+    assert proof_of(kv.SnapKVCache(models[1], budget=8, window=3), models[1]) == "probed"
+
+
+def proof_of(cache: Any, model: Any) -> str:
+    with torch.no_grad():
+        forward(model, prompt(20), cache)
+    return str(cache.manifest.selection_contract.options["model_family"])
+
+
+def chameleon() -> Any:
+    """Return a tiny model whose config is that of its text decoder, and which takes images all the same."""
+    vision = {"embed_dim": 32, "num_embeddings": 16, "latent_channels": 32, "resolution": 16, "base_channels": 32}
+    vision |= {"channel_multiplier": [1, 1], "num_res_blocks": 1}
+    pieces = {f"IMGIMG{letter}Z": 10 + number for number, letter in enumerate("ABCDEFGHIJ")}
+    pieces |= {f"IMGIMGB{letter}Z": 20 + number for number, letter in enumerate("ABCDEF")}
+    torch.manual_seed(0)
+    config = transformers.ChameleonConfig(
+        **TINY_DECODER, vq_config=vision, vocabulary_map={"<image>": 90, **pieces}, attn_implementation="sdpa"
+    )
+    model = transformers.ChameleonForConditionalGeneration(config).eval()
+    model.model.vqmodel.config._attn_implementation = "eager"
+    return model
+
+
+def test_a_model_checked_on_text_serves_text_alone() -> None:
+    model = chameleon()
+    cache = kv.SnapKVCache(model, budget=8, window=3)
+    assert model.model.vqmodel.config._attn_implementation == "eager"
+    ids = prompt(80) % 9 + 1
+    ids[:, 2:66] = 90
+    for given in ({"pixel_values": torch.randn(1, 3, 16, 16)}, {"pixel_values": [torch.randn(3, 16, 16)]}):
+        with pytest.raises(kv.UnsupportedModelError, match=r"brings pixel_values.*was checked on text alone"):
+            forward(model, ids, cache, **given)
+        assert cache.get_seq_length() == 0
+        with pytest.raises(kv.UnsupportedModelError, match="brings pixel_values"), torch.no_grad():
+            model.model(ids, **{CACHE: cache}, **given)
+    with torch.no_grad():
+        model(ids, **given | {"pixel_values": torch.randn(1, 3, 16, 16)})  # without a policy cache it may
+        forward(model, prompt(20), cache)
+    assert cache.stored_rows(0).tolist() == [[8, 8]]
+    kv.detach(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert model.model.vqmodel.config._attn_implementation == "eager"
+
+
+def test_a_saved_cache_is_loaded_where_its_family_was_not_checked_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = unknown("granite", hidden=80)
+    cache = kv.SnapKVCache(model, budget=8, window=3)
+    with torch.no_grad():
+        forward(model, prompt(20), cache)
+    cache.save_pretrained(tmp_path)
+    for module, name in (("hf_kvpolicy.attach", "_CHECKED"), ("hf_kvpolicy.registry", "_PROBED")):
+        monkeypatch.setattr(sys.modules[module], name, {})
+    again = kv.load_cache(tmp_path, kv.detach(model))
+    assert proof_of(again, model) == "probed"
 
 
 def test_a_config_alone_cannot_be_checked() -> None:

@@ -55,6 +55,14 @@ def test_configs_outside_a_family(family: str, changed: dict[str, Any], words: s
     assert model.config._attn_implementation in ("sdpa", "eager")
 
 
+@pytest.mark.parametrize("varied", [{"num_key_value_heads": 1}, {"head_dim": 16, "intermediate_size": 24}])
+def test_layers_of_different_shapes(varied: dict[str, int]) -> None:
+    config = config_of("llama-llama3", per_layer_config={0: varied})
+    with pytest.raises(kv.UnsupportedModelError, match=rf"differ in {next(iter(varied))} .per_layer_config"):
+        kv.SnapKVCache(config, budget=64)
+    kv.SnapKVCache(config_of("llama-llama3", per_layer_config={0: {"intermediate_size": 24}}), budget=64)
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_a_backend_that_would_ignore_caps_or_sinks(family: str) -> None:
     """Where transformers knows it, at once; where a model runs under sdpa all the same, in its first forward."""
