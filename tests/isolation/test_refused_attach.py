@@ -76,7 +76,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[Any], None], str | None, s
     "own implementation": (lambda: tiny("llama"), _deaf, None, "keeps its own attention implementation .'sdpa'"),
     "own method": (lambda: model_of("phi3-partial"), _replaced_method, None, "'prepare_inputs_for_generation'.*yours"),
     "own forward": (lambda: model_of("bloom"), _replaced_forward, None, "was replaced on the instance"),
-    "no cap": (lambda: model_of("gemma2"), _whole, "sdpa", 'backend="eager"'),
+    "no sinks": (lambda: model_of("gpt_oss"), _whole, "sdpa", 'backend="eager"'),
     "no bias": (lambda: model_of("mpt"), _whole, "flex_attention", "Possible: sdpa, eager"),
     "no such backend": (lambda: model_of("phi3-partial"), _whole, "paged|sdpa", "cannot be wrapped"),
 }
@@ -97,7 +97,7 @@ def test_a_refused_attach_changes_nothing(case: str) -> None:
 
 
 def test_another_backend_is_refused_and_the_first_one_stays() -> None:
-    model = kv.attach(model_of("gemma2"))
+    model = kv.attach(model_of("gpt_oss"))
     before = _left_on(model)
     with pytest.raises(kv.BackendAdmissionError, match='backend="eager"'):
         kv.attach(model, "sdpa")
