@@ -146,10 +146,11 @@ def _noted(model: Any, geometry: CacheGeometry, before: str, ids: Tensor) -> dic
 
 
 def _attend(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **arguments: Any
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
 ) -> tuple[Tensor, Tensor | None]:
     run = _RUN.get()
     assert run is not None, "only a probe uses this name"
+    mask = attention_mask
     stock = mask.stock_on(query.device) if isinstance(mask, MaskRecord) else mask
     output = run_stock(run.backend, module, query, key, value, stock, **arguments)[0]
     if run.finding is None:

@@ -105,6 +105,12 @@ def refuse_untakeable(
             f"crop(-{removed}) would take back accepted tokens, whose queries are part of the scores of the rows they "
             f"saw. {policy.before_taking_back}"
         )
+    segment = snapshot.open_segment
+    if successor is not None and segment is not None and segment.lacks_queries(left, policy.evidence.window_queries):
+        raise StaleGenerationError(
+            f"crop(-{removed}) would take back the last queries of a held prompt, by which its rows are chosen, and no "
+            f"earlier ones are held. {policy.before_taking_back}"
+        )
     if successor is None:
         raise StaleGenerationError(
             f"crop(-{removed}) goes back to column {left}, but rows were dropped, quantized or merged for good at "

@@ -43,6 +43,16 @@ class OpenSegment:
             return None
         return self if self.window is None else replace(self, window=self.window.before_column(column))
 
+    def lacks_queries(self, column: int, wanted: int) -> bool:
+        """Whether a crop to a column would leave fewer queries than a selection takes, while earlier ones are gone."""
+        window = self.window
+        if window is None or column <= self.start_column:
+            return False
+        real = window.columns_BW >= 0 if window.real_BW is None else window.real_BW
+        left = (real & (window.columns_BW < column)).sum(-1)
+        first = window.columns_BW.masked_fill(~real, self.start_column).amin(-1)
+        return bool(((left < wanted) & (first > self.start_column)).any())
+
     def batch(self, index_B: Tensor) -> OpenSegment:
         """Return the segment with its batch rows selected, repeated or reordered."""
         queries = tuple(q.index_select(0, index_B.to(q.device)) for q in self.queries_BQWD)

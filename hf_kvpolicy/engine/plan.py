@@ -78,7 +78,7 @@ def _appends(runtime: Runtime, inputs: ForwardInputs) -> bool:
         budget = budget_rows(runtime, inputs.frontier_after, inputs.batch)
         after = zip(snapshot.counts, inputs.new_tokens, budget, strict=True)
         return all(held + new <= rows for held, new, rows in after)
-    return policy.chunked_prefill == "hold" and not policy.is_positional and not decodes
+    return policy.chunked_prefill == "hold" and not decodes
 
 
 def _pruning_step(runtime: Runtime, inputs: ForwardInputs) -> Step:
@@ -124,7 +124,7 @@ def _append_step(runtime: Runtime, inputs: ForwardInputs) -> AppendStep:
     policy = runtime.composition
     kind = RaggedAppendStep if policy.storage == "ragged" else AppendStep
     step = kind(runtime, runtime.snapshot.packed(), inputs, runtime.open_transaction(state=False))
-    held = policy.chunked_prefill == "hold" and not policy.is_positional
+    held = policy.chunked_prefill == "hold"
     if policy.families is not None:
         # How wide a head's newest rows are depends on the prompt's length: all queries wait until it is known.
         if runtime.recording or (held and (inputs.length > 1 or not runtime.snapshot.frontier.columns)):
@@ -163,7 +163,7 @@ def selects_segments(policy: Composition, snapshot: Snapshot) -> bool:
     """Whether a prompt segment is compressed at its end."""
     if policy.schedule == "end_of_prefill":
         return policy.on_append == "recompress" or not snapshot.decision_epoch
-    return policy.carries_scores
+    return policy.carries_scores or policy.chunked_prefill == "hold"
 
 
 def _warn_consecutive(runtime: Runtime, inputs: ForwardInputs) -> None:

@@ -43,7 +43,7 @@ class QueryWindow:
         columns, real = self.columns_BW, self.real_BW
         return QueryWindow(
             columns_BW=columns if columns.shape[0] == 1 else columns.index_select(0, index_B),
-            real_BW=None if real is None else real.index_select(0, index_B),
+            real_BW=real if real is None or real.shape[0] == 1 else real.index_select(0, index_B),
             index_BW=None,
         )
 

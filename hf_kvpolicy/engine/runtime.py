@@ -192,7 +192,7 @@ class Runtime(Exclusive):
                 f"{MAX_ROLLBACK_TOKENS} tokens beyond the window. Reject fewer, or feed the prompt before recording."
             )
         accepted = accepted_of(self, waiting, rejected)
-        keep_open = policy.chunked_prefill == "hold" and not by_crop and not policy.is_positional
+        keep_open = policy.chunked_prefill == "hold" and not by_crop
         if is_prompt and keep_open:
             if policy.carries_scores and policy.families is None:
                 accepted = absorb_held(self, accepted)

@@ -78,11 +78,11 @@ class Shift:
 
 def shift_keys(keys_BSPD: Tensor, shift: Shift) -> Tensor:
     """Return keys rotated by the shift; channels beyond the rotated ones pass through."""
-    rotated = shift.cos_B1PR.shape[3]
+    rotated = shift.cos_B1PR.shape[-1]
     part = keys_BSPD[..., :rotated].float()
     if shift.interleaved:
         swapped = torch.stack([-part[..., 1::2], part[..., 0::2]], dim=-1).flatten(-2)
     else:
         swapped = torch.cat([-part[..., rotated // 2 :], part[..., : rotated // 2]], dim=-1)
     turned = (part * shift.cos_B1PR + swapped * shift.sin_B1PR).to(keys_BSPD.dtype)
-    return turned if rotated == keys_BSPD.shape[3] else torch.cat([turned, keys_BSPD[..., rotated:]], dim=-1)
+    return turned if rotated == keys_BSPD.shape[-1] else torch.cat([turned, keys_BSPD[..., rotated:]], dim=-1)
