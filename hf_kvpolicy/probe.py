@@ -107,6 +107,8 @@ def probe_finding(model: Any, geometry: CacheGeometry) -> str | None:
     """
     if model.training:
         return "is in training mode, where dropout hides what attention does: call model.eval()"
+    if getattr(model.config, "vocab_size", None) is None:
+        return "has no vocabulary in its config, so that it is no language model"
     before = str(model.config._attn_implementation)
     ids = (torch.arange(PROBE_TOKENS, device=computing_device(model)) * 7 + 3)[None] % int(model.config.vocab_size)
     try:

@@ -40,6 +40,9 @@ _NEEDED = {SEGMENTS: ("masses",), DEPTH_PAIRS: ("magnitudes", "exception_rows", 
 _DECLARED_IN = "kvpolicy"
 _DECLARED_KINDS = {"dmc": SEGMENTS, "layer_condensed": CONDENSED}
 
+# The policies that store them, by name.
+_POLICIES = {kind: policy for policy, kind in _DECLARED_KINDS.items()} | {DEPTH_PAIRS: "minicache"}
+
 # What a checkpoint must have been trained for; None for a rule that an ordinary one admits.
 _TRAINED_FOR = {
     SEGMENTS: "its control channels decide which rows are accumulated",
@@ -189,7 +192,7 @@ def admit_policy(
         admit_checkpoint(representation_kind, trained_for)
     elif declared is not None:
         raise CheckpointAdmissionError(
-            f"{policy} keeps rows as they are, but the checkpoint was trained for {trained_for} "
+            f"{policy} keeps rows as they are, but the checkpoint was trained for {_POLICIES[declared[0]]} "
             f"(config.{_DECLARED_IN}): {_READ_AS[declared[0]]}. Use the policy {declared[1]['kind']!r}."
         )
     if training is not None and declared is not None and dict(training) != dict(declared[1]):
@@ -212,11 +215,11 @@ def admit_checkpoint(representation_kind: str, trained_for: str | None = None) -
     needed = _TRAINED_FOR[representation_kind]
     if trained_for not in (None, representation_kind):
         raise CheckpointAdmissionError(
-            f"The checkpoint was trained for {trained_for}, whose rows {representation_kind} would read wrongly. Use "
-            f"the representation it was trained for."
+            f"The checkpoint was trained for {_POLICIES.get(trained_for, trained_for)}, whose rows "
+            f"{_POLICIES[representation_kind]} would read wrongly. Use the policy it was trained for."
         )
     if needed is not None and trained_for is None:
         raise CheckpointAdmissionError(
-            f"{representation_kind} needs a checkpoint that was trained for it ({needed}), but an ordinary one was "
-            f"given. Use such a checkpoint, or {DEPTH_PAIRS}, which needs no training."
+            f"{_POLICIES[representation_kind]} needs a checkpoint that was trained for it ({needed}), but an ordinary "
+            "one was given. Use such a checkpoint, or minicache, which merges rows without training."
         )

@@ -368,13 +368,30 @@ def test_assisted_decoding_at_a_small_budget_bounds_the_cache(case: tuple[str, d
 
 
 @pytest.mark.allow_deprecated
-@pytest.mark.parametrize("name", ["random", "snapkv"])
-def test_assisted_ids_equal_greedy_ids_where_decode_only_appends(name: str) -> None:
-    """A policy that acts at the end of the prompt decodes the same ids with and without an assistant."""
-    model, assistant = tiny("llama"), tiny("llama", seed=1, layers=1)
-    plain = generate(model, prompt(30), make_cache(name, model, **small_options(name)), 12)
-    helped = make_cache(name, model, **small_options(name))
-    assert torch.equal(generate(model, prompt(30), helped, 12, assistant_model=assistant), plain)
+@pytest.mark.parametrize("right", [True, False], ids=["all-right", "all-wrong"])
+def test_assisted_ids_of_the_full_cache_are_greedy_ids(right: bool) -> None:
+    model, assistant = tiny("llama"), tiny("llama", seed=0 if right else 1)
+    plain = generate(model, prompt(30), make_cache("full", model), 12)
+    assert torch.equal(generate(model, prompt(30), make_cache("full", model), 12, assistant_model=assistant), plain)
+
+
+@pytest.mark.parametrize("name", ["random", "snapkv", "adakv"])
+def test_accepted_guesses_are_read_as_single_steps_are_where_decode_only_appends(name: str) -> None:
+    """Of a policy that acts at the end of the prompt, which was fed by itself."""
+    model = tiny("llama")
+    steps, helped = (make_cache(name, model, **small_options(name)) for _ in range(2))
+    answer = prompt(12, seed=5)
+    with torch.no_grad():
+        forward(model, prompt(30), steps)
+        helped.activate_past_recording()
+        forward(model, prompt(30), helped)
+        helped.crop(0)
+        for start in range(0, 12, 3):
+            wanted = torch.cat([forward(model, answer[:, at : at + 1], steps) for at in range(start, start + 3)], dim=1)
+            found = forward(model, torch.cat([answer[:, start : start + 3], prompt(2, seed=6)], dim=1), helped)
+            helped.crop(-2)
+            torch.testing.assert_close(found[:, :3], wanted, atol=1e-5, rtol=1e-4)
+    assert kept_positions(helped) == kept_positions(steps)
 
 
 ENDED_BY_A_PROMPT: list[tuple[str, dict[str, Any]]] = [

@@ -60,7 +60,7 @@ def test_a_few_steps_learn_and_the_checkpoint_generates(tmp_path: Path) -> None:
     written(loaded, cache, "The value of the expression ", 8)
     cache.check_integrity()
     assert cache.ledger().kept_ratio.value == 0.5
-    with pytest.raises(kv.CheckpointAdmissionError, match="trained for condensed_layers"):
+    with pytest.raises(kv.CheckpointAdmissionError, match="trained for layer_condensed"):
         kv.SnapKVCache(loaded, budget=64)
 
 

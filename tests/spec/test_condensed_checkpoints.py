@@ -56,7 +56,7 @@ def test_a_copy_of_an_attached_model_carries_its_own() -> None:
     expected = fed(model, kv.LayerCondensedCache(model), prompt(12), (12,))
     twin = copy.deepcopy(model)
     kv.detach(model)
-    assert twin.model.forward.__self__ is twin.model
+    assert twin.model.forward.module is twin.model
     assert torch.equal(fed(twin, kv.LayerCondensedCache(twin), prompt(12), (12,)), expected)
 
 
@@ -95,11 +95,11 @@ def test_an_ordinary_checkpoint_is_refused() -> None:
 def test_every_other_policy_refuses_the_checkpoint(policy: str) -> None:
     model = condensed((1, 1))
     for given in (model, model.config):
-        with pytest.raises(kv.CheckpointAdmissionError, match="trained for condensed_layers"):
+        with pytest.raises(kv.CheckpointAdmissionError, match="trained for layer_condensed"):
             kv.make_cache(policy, given, **small_options(policy))
     cache = kv.make_cache(policy, tiny("llama").config, **small_options(policy))
     kv.attach(model)
-    with pytest.raises(kv.CheckpointAdmissionError, match="trained for condensed_layers"):
+    with pytest.raises(kv.CheckpointAdmissionError, match="trained for layer_condensed"):
         forward(model, prompt(3), cache)
 
 

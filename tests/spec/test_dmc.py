@@ -336,7 +336,7 @@ def test_a_checkpoint_that_was_not_trained_for_it_is_refused(says: Any, message:
 @pytest.mark.parametrize("policy", ["full", "snapkv", "minicache"])
 def test_a_checkpoint_without_its_updater_is_refused(policy: str) -> None:
     options = {"full": {}, "snapkv": {"budget": 8, "window": 3}, "minicache": {"start_layer": 0}}[policy]
-    with pytest.raises(kv.CheckpointAdmissionError, match=r"Use the (policy 'dmc'|representation)"):
+    with pytest.raises(kv.CheckpointAdmissionError, match=r"Use the policy ('dmc'|it was trained for)"):
         kv.make_cache(policy, trained(), **options)
 
 
