@@ -104,6 +104,9 @@ def attend_with_logits(
     wide = torch.promote_types(query_BQ1D.dtype, torch.float32)
     logits = grouped_logits(query_BQ1D, keys_BSND, mask_BMTN, scaling, dtype=wide, weighting=weighting)
     attention = weighting.weights(logits)
+    if mask_BMTN is not None:
+        # A query that sees nothing gets zeros: what is no number would reach other queries through its row.
+        attention = attention.masked_fill(logits.amax(-1, keepdim=True) == -torch.inf, 0.0)
     batch, stored, size, _, rows = logits.shape
     weights = torch.nn.functional.dropout(attention, dropout) if dropout else attention
     weights = weights.view(batch * stored, size, rows).to(values_BSND.dtype)
