@@ -21,7 +21,9 @@ They passed in `{run}` on {date} ({tests:,} tests), with torch {torch} and trans
 {unproven} means that no such test says anything: the combination may well work, but nothing here vouches for it, or the
 mode has no meaning for the policy, as `full` evicts nothing. The tests of a cell are named [below](#tests).
 
-What is refused, and by which test, is listed [at the end](#refused). `scripts/test --full` renews this page.
+What is refused, and by which test, is listed [at the end](#refused). Kinds of models that no policy serves
+(encoder-decoder, MLA, layers that share keys and values, ...) have no rows: tests/families/test_refusals.py and
+tests/refusals/test_wrong_models.py show that they are refused. `scripts/test --full` renews this page.
 """
 
 

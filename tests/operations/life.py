@@ -26,6 +26,8 @@ MIXES: list[tuple[str, dict[str, Any]]] = [
     ("snapkv", {"budget": 9, "window": 2, "on_append": "append", "chunked_prefill": "hold", "group": "sum"}),
     ("random", {"budget": 7, "window": 2, "chunked_prefill": "hold", "unit": "token"}),
     ("random", {"budget": 0.5, "window": 2, "protect": [0, 3]}),
+    ("sliding_window", {"budget": 7, "chunked_prefill": "hold"}),
+    ("streaming_llm", {"budget": 9, "sinks": 2, "chunked_prefill": "hold"}),
     ("h2o", {"budget": 8, "chunked_prefill": "hold"}),
     ("h2o", {"budget": 0.5, "protect": [2], "unit": "layer"}),
     ("keyformer", {"budget": 8, "recent_ratio": 0.5, "chunked_prefill": "hold", "variant": "reference"}),

@@ -28,7 +28,6 @@ class Oracle:
     """Counts only; which rows stay is another test's matter."""
 
     schedule: str
-    positional: bool
     minimum_rows: int
     budget: int | float | None
     hold: bool = False
@@ -58,13 +57,11 @@ class Oracle:
         budget = None if policy.budget is None else policy.budget.declared
         if isinstance(budget, str):
             raise ValueError("byte budgets are given to the oracle as rows")
-        positional = policy.is_positional
         return cls(
             schedule=policy.schedule,
-            positional=positional,
             minimum_rows=policy.minimum_rows,
             budget=budget,
-            hold=policy.chunked_prefill == "hold" and not positional,
+            hold=policy.chunked_prefill == "hold",
             append=policy.on_append == "append",
             carries=policy.carries_scores,
             drop_ratio=policy.drop_ratio or 0.0,
@@ -109,7 +106,7 @@ class Oracle:
         if self.schedule == "never":
             return
         brought = [any(row) for row in new]
-        if self.carries and self.hold and (length > 1 or not first):
+        if self.hold and (self.carries or self.schedule == "every_step") and (length > 1 or not first):
             self._hold_if(length, first)
             return
         if self.schedule == "end_of_prefill":
@@ -132,7 +129,8 @@ class Oracle:
         self.counts = [count + sum(row) for count, row in zip(old, new, strict=True)]
 
     def _selects(self) -> bool:
-        return self.carries or (self.schedule == "end_of_prefill" and not (self.append and self.decided))
+        held = self.hold and self.schedule == "every_step"
+        return self.carries or held or (self.schedule == "end_of_prefill" and not (self.append and self.decided))
 
     def _select(self, brought: list[bool]) -> None:
         """Cut every batch row to its budget but those without a token in what ends here."""

@@ -31,7 +31,6 @@ class PrunedOracle(Oracle):
         policy = cache.composition
         return cls(
             schedule=policy.schedule,
-            positional=False,
             minimum_rows=policy.minimum_rows,
             budget=None if policy.budget is None else policy.budget.declared,
             append=policy.on_append == "append",
