@@ -5,6 +5,9 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=scripts/pins.env
 source "$ROOT/scripts/pins.env"
 
+# Those of the script that sources this.
+SCRIPT_ARGUMENTS=("$@")
+
 say() { printf '==> %s\n' "$*" >&2; }
 
 die() {
@@ -42,11 +45,26 @@ print(sys.version, project["dependencies"], project["optional-dependencies"], se
 PY
 }
 
+# Prints what a script says of itself and ends it where help is asked for: no environment is made for that.
+help_without_venv() {
+    local argument
+    for argument in ${SCRIPT_ARGUMENTS[@]+"${SCRIPT_ARGUMENTS[@]}"}; do
+        case "$argument" in
+            -h | --help)
+                sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+                say "its options are listed once $1 exists, which a first run makes"
+                exit 0
+                ;;
+        esac
+    done
+}
+
 # make_venv DIR TRANSFORMERS_VERSION EXTRAS: afterwards $VENV is ready and holds a fresh build of the package.
 make_venv() {
     VENV="$ROOT/$1"
     local transformers="transformers==$2" extras="$3" copy stamp
     if ! "$VENV/bin/python" -c '' 2>/dev/null; then
+        help_without_venv "$1"
         say "creating $1"
         rm -rf "$VENV"
         "$(find_python)" -m venv "$VENV"
