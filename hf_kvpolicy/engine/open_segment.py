@@ -50,6 +50,7 @@ class OpenSegment:
             return False
         real = window.columns_BW >= 0 if window.real_BW is None else window.real_BW
         left = (real & (window.columns_BW < column)).sum(-1)
+        # A batch row with room in its window holds all its queries of the segment.
         first = window.columns_BW.masked_fill(~real, self.start_column).amin(-1)
         return bool(((left < wanted) & (first > self.start_column)).any())
 
