@@ -106,7 +106,8 @@ def refuse_untakeable(
             f"saw. {policy.before_taking_back}"
         )
     segment = snapshot.open_segment
-    if successor is not None and segment is not None and segment.lacks_queries(left, policy.evidence.window_queries):
+    wanted = policy.evidence.window_queries if removed and successor is not None else 0
+    if segment is not None and wanted and segment.lacks_queries(left, wanted):
         raise StaleGenerationError(
             f"crop(-{removed}) would take back the last queries of a held prompt, by which its rows are chosen, and no "
             f"earlier ones are held. {policy.before_taking_back}"

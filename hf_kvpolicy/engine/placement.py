@@ -11,6 +11,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from ..storage import DenseRows, RaggedRows
+
 __all__ = ["OFFLOAD_DEVICE", "Moves", "Placement"]
 
 OFFLOAD_DEVICE = torch.device("cpu")
@@ -60,5 +62,11 @@ class Moves:
         """Return a tensor, map or layer's rows on a device."""
         key = (id(part), device)
         if key not in self._done:
-            self._done[key] = (part, part.to(device))
+            moved: _Movable
+            if isinstance(part, DenseRows | RaggedRows) and part.device != device:
+                # Stores share tensors: pristine keys, blocks of coded rows.
+                moved = part.of([self(tensor, device) for tensor in part.tensors()])
+            else:
+                moved = part.to(device)
+            self._done[key] = (part, moved)
         return self._done[key][1]  # type: ignore[return-value]

@@ -10,6 +10,7 @@ Letters: B batch rows, S stored heads, W slots in use, N blocks, G rows of a blo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -96,17 +97,16 @@ class CodedRows(DenseRows):
         batch, heads = self.keys_BSCD.shape[:2]
         return batch * heads * width * self.row_bytes
 
-    def batch(self, index_B: Tensor) -> CodedRows:
-        """Return a store with its batch rows selected, repeated or reordered (always a copy)."""
-        return self._of([tensor.index_select(0, index_B) for tensor in self.tensors()])
-
-    def copied(self) -> CodedRows:
-        """Return an independent copy."""
-        return self._of([tensor.clone() for tensor in self.tensors()])
-
-    def to(self, device: torch.device) -> CodedRows:
-        """Return the store on another device; self when it lies there."""
-        return self if device == self.device else self._of([tensor.to(device) for tensor in self.tensors()])
+    def of(self, tensors: Sequence[Tensor]) -> CodedRows:
+        """Return the same rows over other tensors, in the order of `tensors()`."""
+        return replace(
+            self,
+            keys_BSCD=tensors[0],
+            values_BSCD=tensors[1],
+            key_blocks=self.key_blocks.of(tensors[2:5]),
+            value_blocks=self.value_blocks.of(tensors[5:8]),
+            pinned_keys_BSPD=tensors[8] if len(tensors) > 8 else None,
+        )
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return every tensor this object keeps alive."""
@@ -127,16 +127,6 @@ class CodedRows(DenseRows):
 
     def _tensors(self) -> tuple[Tensor, ...]:
         return (self.keys_BSCD, self.values_BSCD, *self.key_blocks.tensors(), *self.value_blocks.tensors())
-
-    def _of(self, tensors: list[Tensor]) -> CodedRows:
-        return replace(
-            self,
-            keys_BSCD=tensors[0],
-            values_BSCD=tensors[1],
-            key_blocks=self.key_blocks.of(tensors[2:5]),
-            value_blocks=self.value_blocks.of(tensors[5:8]),
-            pinned_keys_BSPD=tensors[8] if len(tensors) > 8 else None,
-        )
 
 
 def due_blocks(residual_rows: int, block_rows: int) -> int:

@@ -5,6 +5,7 @@ Letters: B batch rows, S stored heads, C capacity in slots, T new rows, D head d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -135,32 +136,20 @@ class DenseRows:
 
     def batch(self, index_B: Tensor) -> DenseRows:
         """Return buffers with their batch rows selected, repeated or reordered (always a copy)."""
-        pinned = self.pinned_keys_BSPD
-        return DenseRows(
-            keys_BSCD=self.keys_BSCD.index_select(0, index_B),
-            values_BSCD=self.values_BSCD.index_select(0, index_B),
-            pinned_keys_BSPD=None if pinned is None else pinned.index_select(0, index_B),
-        )
+        return self.of([tensor.index_select(0, index_B) for tensor in self.tensors()])
 
     def copied(self) -> DenseRows:
         """Return an independent copy."""
-        pinned = self.pinned_keys_BSPD
-        return DenseRows(
-            keys_BSCD=self.keys_BSCD.clone(),
-            values_BSCD=self.values_BSCD.clone(),
-            pinned_keys_BSPD=None if pinned is None else pinned.clone(),
-        )
+        return self.of([tensor.clone() for tensor in self.tensors()])
 
     def to(self, device: torch.device) -> DenseRows:
         """Return the buffers on another device; self when they lie there."""
-        if device == self.keys_BSCD.device:
-            return self
-        pinned = self.pinned_keys_BSPD
-        return DenseRows(
-            keys_BSCD=self.keys_BSCD.to(device),
-            values_BSCD=self.values_BSCD.to(device),
-            pinned_keys_BSPD=None if pinned is None else pinned.to(device),
-        )
+        return self if device == self.device else self.of([tensor.to(device) for tensor in self.tensors()])
+
+    def of(self, tensors: Sequence[Tensor]) -> DenseRows:
+        """Return the same rows over other tensors, in the order of `tensors()`."""
+        keys, values, *pinned = tensors
+        return DenseRows(keys_BSCD=keys, values_BSCD=values, pinned_keys_BSPD=pinned[0] if pinned else None)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return every tensor this object keeps alive."""

@@ -114,7 +114,7 @@ class OwnerBlocks:
 
     def to(self, device: torch.device) -> OwnerBlocks:
         """Return the blocks on another device."""
-        return self._of([tensor.to(device) for tensor in self.tensors()])
+        return self.of([tensor.to(device) for tensor in self.tensors()])
 
     def then(self, new: OwnerBlocks, live_C: Tensor) -> OwnerBlocks:
         """Return these blocks with each owner's new ones behind its own, where the rows of both leave any.
@@ -220,7 +220,8 @@ class OwnerBlocks:
         keys, values = (part.of([t.index_select(2, at) for t in part.tensors()]) for part in (self.keys, self.values))
         return replace(self, keys=keys, values=values)
 
-    def _of(self, tensors: list[Tensor]) -> OwnerBlocks:
+    def of(self, tensors: Sequence[Tensor]) -> OwnerBlocks:
+        """Return the same blocks over other tensors, in the order of `tensors()`."""
         keys, values = self.keys.of(tensors[:3]), self.values.of(tensors[3:6])
         return replace(self, keys=keys, values=values, places_C=tensors[6] if len(tensors) > 6 else None)
 

@@ -59,9 +59,11 @@ class RaggedRows:
 
     def to(self, device: torch.device) -> RaggedRows:
         """Return the buffers on another device; self when they lie there."""
-        if device == self.device:
-            return self
-        keys, values, starts = (part.to(device) for part in self.tensors())
+        return self if device == self.device else self.of([tensor.to(device) for tensor in self.tensors()])
+
+    def of(self, tensors: Sequence[Tensor]) -> RaggedRows:
+        """Return the same rows over other tensors, in the order of `tensors()`."""
+        keys, values, starts = tensors
         return replace(self, keys_ND=keys, values_ND=values, starts_O=starts)
 
     @property

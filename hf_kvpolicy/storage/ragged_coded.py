@@ -113,12 +113,10 @@ class CodedRaggedRows(RaggedRows):
         """Return a store with its batch rows selected, repeated or reordered (always a copy, slack included)."""
         return with_owner_blocks(self.plain().batch(index), self.blocks.batch(owners_of(index, self.heads)))
 
-    def to(self, device: torch.device) -> RaggedRows:
-        """Return the store on another device; self when it lies there."""
-        if device == self.device:
-            return self
-        keys, values, starts = (tensor.to(device) for tensor in (self.keys_ND, self.values_ND, self.starts_O))
-        return replace(self, keys_ND=keys, values_ND=values, starts_O=starts, blocks=self.blocks.to(device))
+    def of(self, tensors: Sequence[Tensor]) -> CodedRaggedRows:
+        """Return the same rows over other tensors, in the order of `tensors()`."""
+        keys, values, starts, *blocks = tensors
+        return replace(self, keys_ND=keys, values_ND=values, starts_O=starts, blocks=self.blocks.of(blocks))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return every tensor this object keeps alive."""

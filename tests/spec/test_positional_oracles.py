@@ -83,5 +83,7 @@ def test_a_chunked_prompt_ends_in_the_set_of_the_whole(
     ):
         for number, length in enumerate(chunks):
             feed(model, cache, tokens(length, seed=number))
+        if declared == "hold":
+            cache.finish_prefill()
         sinks = cache.composition.sinks
         assert kept(cache) == everywhere(streaming_llm.kept_positions(16, 5, sinks))
