@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hf_kvpolicy.eval.packed import PackedRun
 from hf_kvpolicy.eval.report import markdown_table, report_markdown
 from hf_kvpolicy.eval.report_overview import overview_table
 from hf_kvpolicy.eval.report_tables import depth_table, paired_table, quality_table, tables
-from hf_kvpolicy.eval.results import results_of, summaries_of
+from hf_kvpolicy.eval.results import CellSummary, results_of, summaries_of
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "benchmarks" / "smollm2-135m_cpu_2026-11-30_needle_retention.json"
@@ -23,6 +24,12 @@ SHARED_PREFILL = ROOT / "benchmarks" / "smollm2-135m_cpu_2026-11-30_shared_prefi
 CONDENSED = ROOT / "benchmarks" / "toy_cpu_2026-11-30_layer_condensed.json"
 ALLOCATION = ROOT / "benchmarks" / "smollm2-135m_cpu_2026-11-30_needle_allocation_3budgets.json"
 SURFACE = ROOT / "benchmarks" / "smollm2-135m_cpu_2026-11-30_surface.json"
+
+
+@lru_cache
+def surface() -> list[CellSummary]:
+    """Return the surface's summaries; making them takes seconds."""
+    return summaries_of(PackedRun(SURFACE))
 
 
 @pytest.mark.parametrize("records", [RECORDS, ALLOCATION], ids=lambda path: path.stem)
@@ -51,7 +58,7 @@ def test_the_surface_is_that_of_its_records() -> None:
 
 def test_what_the_page_says_of_the_surface_s_outcomes() -> None:
     outcomes: dict[str, set[Outcome]] = {}
-    for summary in summaries_of(PackedRun(SURFACE)):
+    for summary in surface():
         cell = summary.cell
         assert summary.measured is not None
         assert summary.measured.n == {"perplexity_pydoc": 4}.get(cell.task, 20)
@@ -64,7 +71,7 @@ def test_what_the_page_says_of_the_surface_s_outcomes() -> None:
 
 def test_what_the_page_says_of_the_surface_s_likelihoods() -> None:
     found: dict[str, dict[str, float]] = {}
-    for title, group in tables(summaries_of(PackedRun(SURFACE))):
+    for title, group in tables(surface()):
         found[title] = {each.cell.label: each.measured.answer_nll.mean for each in group if each.measured is not None}
     for nlls in found.values():
         for label in ("fastgen(recovery=0.3354)", "minicache"):
@@ -79,7 +86,7 @@ def test_what_the_page_says_of_the_surface_s_likelihoods() -> None:
 
 def test_what_the_page_says_of_the_surface_at_64_rows() -> None:
     found: dict[str, dict[str, float]] = {}
-    for summary in summaries_of(PackedRun(SURFACE)):
+    for summary in surface():
         cell = summary.cell
         if cell.label.endswith("@ 64") and cell.matched_to is None and summary.measured and summary.measured.score:
             found.setdefault(cell.task, {}).setdefault(cell.policy, 0.0)
