@@ -112,10 +112,6 @@ class OwnerBlocks:
         places = () if self.places_C is None else (self.places_C,)
         return (*self.keys.tensors(), *self.values.tensors(), *places)
 
-    def to(self, device: torch.device) -> OwnerBlocks:
-        """Return the blocks on another device."""
-        return self.of([tensor.to(device) for tensor in self.tensors()])
-
     def then(self, new: OwnerBlocks, live_C: Tensor) -> OwnerBlocks:
         """Return these blocks with each owner's new ones behind its own, where the rows of both leave any.
 
